@@ -107,10 +107,9 @@ def _check_supported(config: Mapping[str, Any]) -> None:
             raise ModelError(f"The architecture {name} is not supported: {reason}. Use another model.")
     if config.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
         raise ModelError(f"The architecture {name} is an encoder-decoder, which is not supported. Use a decoder.")
-    alone = is_nested(config) and part in causal_lm_types()
-    known = alone or name in causal_lm_types() or name in packed_types()
     _check_class(config, name)
-    if config.get("auto_map") and not known:
+    types = (name, part) if is_nested(config) else (name,)
+    if config.get("auto_map") and name not in packed_types() and causal_lm_types().isdisjoint(types):
         raise ModelError(
             f"The architecture {name} needs code from its folder, which batchgen never runs. Use another model."
         )
@@ -119,8 +118,9 @@ def _check_supported(config: Mapping[str, Any]) -> None:
 def _check_class(config: Mapping[str, Any], name: str) -> None:
     """Refuse classes without a language head; those around a nested decoder may have any name that names no task."""
     classes = [str(cls) for cls in config.get("architectures") or ()]
-    heads = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", packed_types().get(name, "ForCausalLM"))
-    if not classes or any(cls.endswith(heads) for cls in classes):
+    if not classes or any(cls.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for cls in classes):
+        return
+    if name in packed_types() and any(cls.endswith(packed_types()[name]) for cls in classes):
         return
     if not is_nested(config) or "For" in classes[0]:
         raise ModelError(

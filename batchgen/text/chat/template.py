@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.fields.prompts import ChatPrompt
@@ -21,22 +20,13 @@ from batchgen.text.chat.template_process import (
     OverLimit,
     Rendering,
     RenderLimits,
+    TemplateReads,
     render_templates,
+    template_reads,
 )
 
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Text appended to a message that the model continues; the prompt ends where it is found."""
-
-
-class TemplateReads(NamedTuple):
-    """What the source of a template names."""
-
-    variables: frozenset[str]
-    """Variables that it reads and does not set."""
-    constants: frozenset[str]
-    """Texts, and numbers as text, that it names."""
-    clock_formats: frozenset[str] | None
-    """Formats in which it prints the time; None if one of them is computed."""
 
 
 class ChatTemplate:
@@ -138,11 +128,11 @@ class ChatTemplate:
 
     def reads(self, prompt: ChatPrompt) -> TemplateReads:
         """What the template that renders `prompt` names."""
-        return _template_reads(self.source(prompt))
+        return template_reads(self.source(prompt))
 
     def reads_variable(self, name: str) -> bool:
         """Whether one of the templates reads a variable."""
-        return any(name in _template_reads(source).variables for source in self.named.values())
+        return any(name in template_reads(source).variables for source in self.named.values())
 
     @property
     def clock_text(self) -> dict[str, str] | None:
@@ -155,7 +145,7 @@ class ChatTemplate:
             return None
         formats: set[str] = set()
         for source in sources:
-            known = _template_reads(source).clock_formats
+            known = template_reads(source).clock_formats
             formats |= {"%Y-%m-%dT%H:%M:%S.%f%z"} if known is None else known
         return {form: self._clock().strftime(form) for form in sorted(formats)} or None
 
@@ -179,35 +169,6 @@ def _cut(text: str) -> str | Exception:
         return ValueError("the template leaves out the content of the last message, so it cannot be continued")
     kept = text[:end]
     return kept if text.startswith(_END_MARK, end) else kept.rstrip()  # the template trims the content
-
-
-def _environment() -> Any:
-    """The library's sandbox. It is taken from an empty template: to compile another one may compute its constants."""
-    from transformers.utils import chat_template_utils  # as in `Tokenizer.load`
-
-    return chat_template_utils._compile_jinja_template("").environment
-
-
-@lru_cache(maxsize=8)
-def _template_reads(source: str) -> TemplateReads:
-    """What a template names, from its syntax tree; nothing if it cannot be parsed, which rendering reports."""
-    from jinja2 import meta, nodes
-
-    try:
-        tree = _environment().parse(source)
-    except Exception:  # of the parser, or of a template nested too deep for it
-        return TemplateReads(frozenset(), frozenset(), frozenset())
-    constants = (node.value for node in tree.find_all(nodes.Const) if not isinstance(node.value, bool))
-    named = sum(node.name == CLOCK for node in tree.find_all(nodes.Name))
-    tested = sum(getattr(test.node, "name", None) == CLOCK for test in tree.find_all(nodes.Test))
-    formats = [
-        call.args[0].value if len(call.args) == 1 and isinstance(call.args[0], nodes.Const) else None
-        for call in tree.find_all(nodes.Call)
-        if getattr(call.node, "name", None) == CLOCK
-    ]
-    known = None not in formats and len(formats) + tested == named  # else it may be called under another name
-    variables = frozenset(meta.find_undeclared_variables(tree))
-    return TemplateReads(variables, frozenset(map(str, constants)), frozenset(map(str, formats)) if known else None)
 
 
 def processor_template(folder: Path) -> str | None:

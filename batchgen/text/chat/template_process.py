@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from mmap import mmap
@@ -79,6 +79,17 @@ class Rendering(NamedTuple):
     """Plain JSON values that the template sees."""
 
 
+class TemplateReads(NamedTuple):
+    """What the source of a template names; nothing if it cannot be parsed, which rendering reports."""
+
+    variables: frozenset[str] = frozenset()
+    """Variables that it reads and does not set."""
+    constants: frozenset[str] = frozenset()
+    """Texts, and numbers as text, that it names."""
+    clock_formats: frozenset[str] | None = frozenset()
+    """Formats in which it prints the time; None if one of them is computed."""
+
+
 class _Job(NamedTuple):
     renderings: Sequence[Rendering]
     clock: datetime
@@ -86,11 +97,11 @@ class _Job(NamedTuple):
 
 
 def serve(source: int, sink: int, progress: int) -> None:
-    """Receive jobs and send the results of their renderings, until the other side closes.
+    """Receive jobs and sources of templates, and send their results, until the other side closes.
 
     Args:
-        source: descriptor of the pipe from which `_Job`s are received.
-        sink: descriptor of the pipe to which a list of texts or errors is sent for each job.
+        source: descriptor of the pipe from which `_Job`s and sources are received.
+        sink: descriptor of the pipe to which a list of texts or errors is sent for each job, or what a source names.
         progress: descriptor of the file for the number of the text that is being rendered.
     """
     (requests, results), current = begin(source, sink), mmap(progress, _WIDTH)
@@ -98,9 +109,12 @@ def serve(source: int, sink: int, progress: int) -> None:
     templates: dict[str, Any] = {}
     while True:
         try:
-            job: _Job = requests.recv()
+            job: _Job | str = requests.recv()
         except EOFError:
             return
+        if isinstance(job, str):
+            results.send(_reads(job))
+            continue
         limit_memory(job.limits.memory)
         texts = []
         for number, rendering in enumerate(job.renderings):
@@ -130,6 +144,27 @@ def _render(rendering: Rendering, job: _Job, templates: dict[str, Any]) -> str |
         return _no_memory(job.limits)
     except Exception as error:  # a template may raise anything about any message
         return TemplateFailure(type(error).__name__, str(error)[:_MAX_REASON])
+
+
+def _reads(source: str) -> TemplateReads:
+    """What a template names, from its syntax tree."""
+    from jinja2 import meta, nodes
+
+    try:  # the library's sandbox is that of an empty template: to compile another one may compute its constants
+        tree = _library()._compile_jinja_template("").environment.parse(source)
+    except Exception:  # of the parser, or of a template nested too deep for it
+        return TemplateReads()
+    constants = (node.value for node in tree.find_all(nodes.Const) if not isinstance(node.value, bool))
+    named = sum(node.name == CLOCK for node in tree.find_all(nodes.Name))
+    tested = sum(getattr(test.node, "name", None) == CLOCK for test in tree.find_all(nodes.Test))
+    formats = [
+        call.args[0].value if len(call.args) == 1 and isinstance(call.args[0], nodes.Const) else None
+        for call in tree.find_all(nodes.Call)
+        if getattr(call.node, "name", None) == CLOCK
+    ]
+    known = None not in formats and len(formats) + tested == named  # else it may be called under another name
+    variables = frozenset(meta.find_undeclared_variables(tree))
+    return TemplateReads(variables, frozenset(map(str, constants)), frozenset(map(str, formats)) if known else None)
 
 
 def _compile(source: str) -> Any:
@@ -206,6 +241,23 @@ def start_early(folder: Path) -> None:
     with suppress(OSError), PROCESS.lock:
         if any(folder.glob("chat_template*")) or b'"chat_template"' in config.read_bytes():
             PROCESS.running()
+
+
+@lru_cache(maxsize=8)
+def template_reads(source: str) -> TemplateReads:
+    """What a template names."""
+    with PROCESS.lock:
+        process = PROCESS.running()
+        try:
+            process.requests.send(source)
+            reads: TemplateReads = process.results.recv()
+            return reads
+        except (EOFError, OSError):
+            PROCESS.stop()
+            return TemplateReads()
+        except BaseException:
+            PROCESS.stop()  # discard its pending results
+            raise
 
 
 def render_templates(

@@ -52,9 +52,9 @@ def plain_config(folder: Path) -> Any:
     Without a configuration the library builds the one of the model type, which imports slow modules. None if
     tokenizer_config.json does not name the class, or custom code takes part in the choice.
     """
-    from transformers import PreTrainedConfig  # as in `Tokenizer.load`
+    from transformers import PreTrainedConfig  # as in `_load_with_library`
 
-    tokenizer, model = _json_object(folder / "tokenizer_config.json"), _json_object(folder / "config.json")
+    tokenizer, model = json_object(folder / "tokenizer_config.json"), json_object(folder / "config.json")
     if not isinstance(tokenizer.get("tokenizer_class"), str) or "auto_map" in tokenizer:
         return None
     if not isinstance(model.get("model_type"), str) or "auto_map" in model:
@@ -67,13 +67,13 @@ def _is_undescribed(folder: Path) -> bool:
     """Whether no file of a folder says which class its tokenizer has, and its model is none of a known type."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-    if "tokenizer_class" in _json_object(folder / "tokenizer_config.json"):
+    if "tokenizer_class" in json_object(folder / "tokenizer_config.json"):
         return False
-    model = _json_object(folder / "config.json")
+    model = json_object(folder / "config.json")
     return "tokenizer_class" not in model and TOKENIZER_MAPPING_NAMES.get(model.get("model_type")) != "GPT2Tokenizer"
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
     """JSON object in a file; {} if the file is missing or damaged, which the library reports when it loads."""
     try:
         return _read_object(path)
@@ -219,7 +219,7 @@ def load_pair(folder: Path) -> Any:
     has_others = (folder / _MAIN).is_file() or not all((folder / name).is_file() for name in _PAIR)
     if has_others or not _is_undescribed(folder):
         return None
-    from transformers import GPT2Tokenizer  # as in `Tokenizer.load`
+    from transformers import GPT2Tokenizer  # as in `_load_with_library`
 
     # Its own special tokens would be added to the vocabulary.
     none: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token"))

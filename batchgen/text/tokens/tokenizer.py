@@ -1,7 +1,7 @@
 """The model's tokenizer: text and conversations to token ids, token ids to text.
 
-A thin typed wrapper of a Rust tokenizer loaded through transformers. `clean_up_tokenization_spaces` is never applied,
-since it alters code and JSON.
+A thin typed wrapper of a Rust tokenizer, loaded through transformers unless tokenizer.json is all of it.
+`clean_up_tokenization_spaces` is never applied, since it alters code and JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from batchgen.request.foreign_text import read_json
 from batchgen.text.chat.conversation import ChatRenderer
 from batchgen.text.chat.template import ChatTemplate, processor_template
 from batchgen.text.chat.template_probe import Written, written
+from batchgen.text.tokens.file_tokenizer import load_file_tokenizer
 from batchgen.text.tokens.model_files import (
     SAMPLES,
     VOCABULARY_FILES,
@@ -91,7 +92,7 @@ class Tokenizer:
     """A tokenizer with its chat template and the end-of-sequence ids of its model."""
 
     def __init__(self, hf: Any, folder: Path, generation: GenerationConfig | None = None) -> None:
-        """Wrap `hf`, a transformers tokenizer with a Rust backend, loaded from `folder`."""
+        """Wrap `hf`, a `FileTokenizer` or a transformers tokenizer with a Rust backend, loaded from `folder`."""
         self._hf = hf
         self._stamps = _stamps(folder)
         self._header_digest: str | None = None
@@ -107,7 +108,7 @@ class Tokenizer:
         self.special_ids = frozenset(token for token, content in added.items() if content.special)
         self.eos_ids = self.generation.eos_ids | ({hf.eos_token_id} if hf.eos_token_id is not None else set())
         """End-of-sequence ids of generation_config.json and of the tokenizer."""
-        self.vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = self._count_ids()
         """Highest token id plus one; the model's vocabulary is often padded beyond it."""
         decoder = read_json(self._rust.decoder.__getstate__()) if self._rust.decoder is not None else {}
         self.byte_level_tokens = ByteLevelTokens(self._rust) if decoder.get("type") == "ByteLevel" else None
@@ -148,14 +149,7 @@ class Tokenizer:
         check_vocabulary(folder, path)
         with _guard(path):
             stamps = _stamps(folder)
-            with short_openmp_spins():  # the import of sentencepiece, if there is one, brings another OpenMP runtime
-                from transformers import AutoTokenizer  # slow to import
-
-                known = {} if (plain := plain_config(folder)) is None else {"config": plain}
-                hf = load_pair(folder)
-                if hf is None:
-                    options = {"local_files_only": True, "trust_remote_code": False, **known}
-                    hf = AutoTokenizer.from_pretrained(str(folder), **options)
+            hf = load_file_tokenizer(folder) or _load_with_library(folder)
             hf.chat_template = hf.chat_template or processor_template(folder)
             if not getattr(hf, "is_fast", False):
                 raise ModelError(f"the tokenizer of {path} ({type(hf).__name__}) has no fast form (tokenizer.json)")
@@ -180,6 +174,12 @@ class Tokenizer:
             made = cls(hf, file, load_generation_config(file if model is None else _find_folder(model)))
         made._stamps, made._header_digest = stamps, header.digest
         return made
+
+    def _count_ids(self) -> int:
+        size: int = self._rust.get_vocab_size(with_added_tokens=True)
+        if None not in map(self._rust.id_to_token, range(size)):  # faster than to list the vocabulary
+            return size
+        return max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def _probe_prefix(self) -> list[int]:
         if not self._rust.encode("a", add_special_tokens=False).ids:
@@ -366,6 +366,18 @@ class Tokenizer:
             return None
         text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _load_with_library(folder: Path) -> Any:
+    with short_openmp_spins():  # the import of sentencepiece, if there is one, brings another OpenMP runtime
+        from transformers import AutoTokenizer  # slow to import
+
+        known = {} if (plain := plain_config(folder)) is None else {"config": plain}
+        hf = load_pair(folder)
+        if hf is None:
+            options = {"local_files_only": True, "trust_remote_code": False, **known}
+            hf = AutoTokenizer.from_pretrained(str(folder), **options)
+    return hf
 
 
 def _find_folder(path: str | Path, revision: str | None = None) -> Path:
