@@ -1,7 +1,7 @@
 """The tokenizer of a folder as its tokenizer.json has it, without transformers, which takes long to import.
 
 transformers builds a tokenizer in a class that depends on the folder. Some classes take tokenizer.json as it is, others
-build parts of it anew, and each adds the special tokens that other files name. A folder is read here only where all of
+replace parts of it, and each adds the special tokens that other files name. A folder is read here only where all of
 this changes nothing: the class is one of two, the keys of the other files are known, and tokenizer.json has the tokens.
 """
 
@@ -57,7 +57,7 @@ _QWEN_PARTS: Final[Mapping[str, Any]] = {
     },
     "decoder": {"type": "ByteLevel"},
 }
-"""What the class builds anew, without the settings that change neither ids nor texts."""
+"""What the class has in place of the file's parts, without the settings that change neither ids nor texts."""
 _QWEN_UNSET: Final = (
     "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
     "ignore_merges",
@@ -82,7 +82,7 @@ class FileTokenizer:
     response_template: Mapping[str, Any] | None = None
     is_fast: bool = True
     vocab_files_names: Mapping[str, str] = field(default_factory=dict)
-    """Files that it is made of besides those of every tokenizer."""
+    """Files that it is made of in addition to those of every tokenizer."""
 
     @property
     def eos_token_id(self) -> int | None:
@@ -168,7 +168,7 @@ def _special_tokens(folder: Path, described: Mapping[str, Any], backend: Any, ki
 
 
 def _check_qwen(described: Mapping[str, Any], backend: Any) -> None:
-    """Check that the parts that Qwen's class builds anew, and the tokens that it adds anew, are those of the file."""
+    """Check that the parts that Qwen's class replaces, and the tokens that it adds, are those of the file."""
     added = {i: token.__getstate__() for i, token in backend.get_added_tokens_decoder().items()}
     model, size = backend.model, backend.get_vocab_size(with_added_tokens=False)
     new = sorted(i for i, token in added.items() if model.token_to_id(token["content"]) is None)
