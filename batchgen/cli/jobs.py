@@ -84,8 +84,10 @@ def _run(job: CheckedJob) -> None:
         if summary is None:
             # Objects created by imports live on, so collecting garbage meanwhile only slows them down.
             command.start_helpers()
-            with short_openmp_spins(), DeferredGC():
+            with short_openmp_spins(), DeferredGC() as collector:
                 from batchgen.job.run import run_job  # imports torch, which is slow
+
+                collector.freeze_all()  # they are old from now on, so that the next collection passes over them
             summary = run_job(command, stop, progress, began)
     from batchgen.job.summary import print_summary, write_report
 

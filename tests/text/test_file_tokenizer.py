@@ -143,7 +143,6 @@ def edited(folder: Path, name: str, **changes: Any) -> Path:
 
 
 PLAIN: dict[str, dict[str, Any]] = {
-    "llama's class, byte-level": {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False},
     "bos asked for": {"add_bos_token": True, "add_eos_token": True},
     "own token": {"tool_token": "<|im_start|>", "model_max_length": 5, "padding_side": "left"},
     "clean up": {"clean_up_tokenization_spaces": True, "legacy": False, "processor_class": "X"},
@@ -177,6 +176,7 @@ LEFT: dict[str, dict[str, Any]] = {
     "unknown key": {"vocab": {"a": 0}},
     "own code": {"auto_map": {"AutoTokenizer": ["x.Y", None]}},
     "another class": {"tokenizer_class": "GemmaTokenizer"},
+    "Llama's class": {"tokenizer_class": "LlamaTokenizerFast"},
     "no class": {"tokenizer_class": None},
 }
 
@@ -193,6 +193,7 @@ FILES: dict[str, dict[str, Any]] = {
     "older special tokens": {"special_tokens_map.json": {"add_bos_token": True}},
     "Mistral's own": {"tekken.json": {}},
     "damaged": {"tokenizer_config.json": "{"},
+    "damaged older tokens": {"special_tokens_map.json": "{"},
 }
 
 
@@ -201,9 +202,10 @@ def test_other_files_leave_a_folder_to_transformers(folder: Path, case: str) -> 
     assert load_file_tokenizer(write(folder, FILES[case])) is None
 
 
-def test_llamas_class_is_left_to_transformers_unless_byte_level(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = llama_folder(folders["bytefallback"], tmp_path / "folder")
-    assert load_file_tokenizer(edited(folder, "tokenizer_config.json", tokenizer_class="LlamaTokenizer")) is None
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mistral_passes_over_llamas_class(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    folder = llama_folder(folders[kind], tmp_path / "folder", "mistral")
+    assert check_equal(edited(folder, "tokenizer_config.json", tokenizer_class="LlamaTokenizer"))
 
 
 PART = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}

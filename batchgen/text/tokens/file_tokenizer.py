@@ -102,13 +102,13 @@ def load_file_tokenizer(folder: Path) -> FileTokenizer | None:
     if not (folder / _MAIN).is_file() or any((folder / name).exists() for name in _OTHER_SOURCES):
         return None
     try:
-        content = (folder / _MAIN).read_bytes()
-        kind = _class(described, model, content)
+        kind = _class(described, model)
         from tokenizers import Tokenizer  # folders without the file need it not
 
         backend = Tokenizer.from_file(str(folder / _MAIN))
         # A token that the file names twice would be added once more.
-        if backend.padding is not None or content.count(b'"single_word"') != len(backend.get_added_tokens_decoder()):
+        named = (folder / _MAIN).read_bytes().count(b'"single_word"')
+        if backend.padding is not None or named != len(backend.get_added_tokens_decoder()):
             return None
         special = _special_tokens(folder, described, backend, kind)
         if kind == _QWEN:
@@ -120,7 +120,7 @@ def load_file_tokenizer(folder: Path) -> FileTokenizer | None:
         return None
 
 
-def _class(described: Mapping[str, Any], model: Mapping[str, Any], content: bytes) -> str:
+def _class(described: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     """The class that transformers takes, `_PLAIN` or `_QWEN`."""
     name, model_type = described.get("tokenizer_class"), model.get("model_type")
     if "auto_map" in described or "auto_map" in model or "model_name" in model or not isinstance(name, str):
@@ -128,8 +128,7 @@ def _class(described: Mapping[str, Any], model: Mapping[str, Any], content: byte
     name = name.removesuffix("Fast")
     if name == _QWEN and model_type in ("llama", "qwen2", "qwen3"):
         return _QWEN
-    # Llama's class is passed over where the file is byte-level, or the model a Mistral.
-    is_plain = name in _PLAIN_NAMES or (name == _LLAMA and (model_type == "mistral" or b'"ByteLevel"' in content))
+    is_plain = name in _PLAIN_NAMES or (name == _LLAMA and model_type == "mistral")  # which passes over Llama's class
     if model_type not in _TYPES or not is_plain:
         raise _Unlike
     return _PLAIN
@@ -140,9 +139,10 @@ def _special_tokens(folder: Path, described: Mapping[str, Any], backend: Any, ki
     known = {str(i): token.__getstate__() for i, token in backend.get_added_tokens_decoder().items()}
     sources = [described]
     if "added_tokens_decoder" not in described:  # an older folder
-        if (folder / "added_tokens.json").exists():
+        own = folder / "special_tokens_map.json"
+        sources.append(json_object(own))
+        if (folder / "added_tokens.json").exists() or (own.exists() and not sources[-1]):
             raise _Unlike
-        sources.append(json_object(folder / "special_tokens_map.json"))
     elif not isinstance(stated := described["added_tokens_decoder"], dict) or not stated.items() <= known.items():
         raise _Unlike
     values = dict(_QWEN_DEFAULTS) if kind == _QWEN else {}
