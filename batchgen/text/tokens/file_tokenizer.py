@@ -7,12 +7,12 @@ this changes nothing: the class is one of two, the keys of the other files are k
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from batchgen.request.foreign_text import read_json
 from batchgen.text.tokens.model_files import json_object
 
 _MAIN: Final = "tokenizer.json"
@@ -191,7 +191,7 @@ def _as_special(text: str) -> dict[str, Any]:
 
 
 def _state(part: Any) -> Any:
-    return None if part is None else json.loads(part.__getstate__())
+    return None if part is None else read_json(part.__getstate__())
 
 
 def _has(value: Any, wanted: Any) -> bool:
