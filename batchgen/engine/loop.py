@@ -96,8 +96,8 @@ class Loop:
         self._context = ExecutorContext(
             resources.model, pool, backend, device, D2HQueue(device, settings.queue_bytes), self.prompts, self.states
         )
-        top = max((params.top_logprobs_num for params in workload.table.params), default=0)
-        sampler = Sampler(device, backend.ops, resources.processors, settings.logprobs_mode, top)
+        self._top = max((params.top_logprobs_num for params in workload.table.params), default=0)
+        sampler = Sampler(device, backend.ops, resources.processors, settings.logprobs_mode, self._top)
         most = scheduler.config.max_tokens_per_step
         self._runner = ModelRunner(workload, self._context, sampler, most, resources.media)
         self._sequences: dict[int, Sequence] = {}
@@ -155,19 +155,19 @@ class Loop:
         live = workload.samples > 0
         if self.states is not None or self._resources.media is not None or not live.any():
             return None
-        table, kinds, page_size = workload.table, workload.kinds(repeats_end=False), self._context.pool.page_size
+        table, page_size = workload.table, self._context.pool.page_size
+        kinds = workload.kinds(repeats_end=self.settings.repeat_span is not None)
         expected = LengthPredictor(workload.max_tokens, kinds).expected
         shared, each = pages_held(workload.tree, workload.samples, expected, page_size)
         slots = max(1, min(slots, int((self._context.pool.num_pages - shared) / each)))
         params = [table.params[i] for i in np.unique(table.params_id[live]).tolist()]
-        top = max((each.top_logprobs_num for each in table.params), default=0)
         returned = [each for each in params if each.needs_logprobs]
         raw = self.settings.logprobs_mode == "raw" and not any(each.token_ids_logprob for each in returned)
         return DecodeForecast(
             steps_by_rows(workload.samples, expected, kinds == EXACT, slots),
-            not any(map(edits_logits, params)) and (not returned or (raw and top <= GRAPH_TOP)),
-            top if returned else None,
-            int((np.diff(table.offsets)[live] + workload.max_tokens[live]).max()),
+            not any(map(edits_logits, params)) and (not returned or (raw and self._top <= GRAPH_TOP)),
+            self._top if returned else None,
+            int((np.diff(table.offsets)[live] + workload.max_tokens[live]).max()) - 1,
             shared * page_size,
         )
 

@@ -33,7 +33,7 @@ def step_limits(
     if seqs is None:
         seqs = min(most, tokens or most)
         if spec.device.type == "cuda" and workload is not None and memory is not None and workload.samples.any():
-            seqs = min(seqs, rows_held(workload, spec, config.page_size, config.kv_budget, memory))
+            seqs = min(seqs, rows_held(workload, spec, config, memory))
     return seqs, tokens or max(width, seqs)
 
 

@@ -63,7 +63,7 @@ def read_json(text: bytes | str, *, constants: bool = True, unique_keys: bool = 
     value = None if unique_keys else read_quickly(data)
     if value is None:
         value = _decoded(data, constants, unique_keys, unwritable)
-    check_depth(value, data.count(b"[") + data.count(b"{"))
+    check_depth(value, count_of(data, b"[{"))
     return value
 
 

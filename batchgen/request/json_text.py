@@ -174,7 +174,7 @@ def _parse_strictly(line: bytes) -> Any:
         # The interpreter limits the digits of an integer that it converts, since that takes quadratic time.
         raise RowError(ErrorCode.INVALID_JSON, "an integer has too many digits") from None
     try:
-        check_depth(value, line.count(b"[") + line.count(b"{"))
+        check_depth(value, count_of(line, b"[{"))
     except ForeignTextError:
         raise RowError(ErrorCode.INVALID_JSON, f"nested more than {MAX_DEPTH} deep") from None
     if ESCAPED_SURROGATE.search(text) and has_surrogate(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -227,6 +228,27 @@ def test_a_first_step_that_does_not_fit_ends_the_run_of_a_recurrent_model(tmp_pa
     work = [{"input_ids": [5, 6], "max_new_tokens": 3, "ignore_eos": True}]
     with pytest.raises(DeviceError, match="out of memory in a step of 1 tokens, which is not split"):
         run(model_folder(tmp_path, "mamba", **RECURRENT["mamba"]), work, meanwhile=fill)
+
+
+def test_a_recurrent_model_runs_on_if_memory_runs_out_before_its_first_step(tmp_path: Path) -> None:
+    folder, calls = model_folder(tmp_path, "mamba", **RECURRENT["mamba"]), itertools.count()
+
+    def fill(engine: Engine) -> None:
+        hidden = engine.model.hidden
+
+        def full_at_first(inputs: ModelInput) -> Tensor:
+            if not next(calls):
+                assert len(inputs.input_ids) == 1, "the first call prepares a graph of a row, of a prompt of 2 ids"
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return hidden(inputs)
+
+        engine.model.hidden = full_at_first  # type: ignore[method-assign]
+
+    work = [{"input_ids": [5, 6], "max_new_tokens": 12, "ignore_eos": True}]
+    got, _, last = run(folder, work, meanwhile=fill)
+    assert_all_same(got, without_graphs(folder, work))
+    assert last.loop.notes == []
+    assert last.loop.counts()["graph_replays"] > 0
 
 
 @pytest.fixture(scope="module")

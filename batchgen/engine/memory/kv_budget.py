@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import torch
 
+from batchgen.config.engine_config import EngineConfig
 from batchgen.config.units import TotalShare
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
@@ -229,14 +230,12 @@ def sized_groups(
     return _Needs(workload, spec, page_size, limits, budget).sized(pages)
 
 
-def rows_held(
-    workload: JobWorkload, spec: ModelSpec, page_size: int, kv_memory: int | float | None, memory: DeviceMemory
-) -> int:
+def rows_held(workload: JobWorkload, spec: ModelSpec, config: EngineConfig, memory: DeviceMemory) -> int:
     """About how many samples of a job the memory holds at once, next to one shared prefix, at their expected lengths.
 
-    `kv_memory`: as for `allowed_pages`. Layers with a window hold at most the window of a sample.
+    Layers with a window hold at most the window of a sample.
     """
-    kinds = workload.kinds(repeats_end=False)
+    kinds, page_size = workload.kinds(repeats_end=config.stop_on_repeat is not None), config.page_size
     expected = LengthPredictor(workload.max_tokens, kinds).expected
     shared, each = pages_held(workload.tree, workload.samples, expected, page_size)
     used, row = 0.0, 0.0
@@ -245,7 +244,7 @@ def rows_held(
         used += group.page_bytes * min(shared, most)
         row += group.page_bytes * min(each if most == math.inf else shared + each, most)
     row += state_group(spec).page_bytes if spec.states else 0
-    return max(1, int((memory.budget(kv_memory) - used) / row))
+    return max(1, int((memory.budget(config.kv_budget) - used) / row))
 
 
 class _Needs:

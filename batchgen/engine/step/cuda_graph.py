@@ -143,7 +143,8 @@ class CudaGraphExecutor(Executor):
                 sampled = (forecast.plain, forecast.top_logprobs)
                 static = _GraphStep(self._shared, self._planner, work, rows, sampled, None, 0)
                 static.load(arrays, None, None)
-                self._warm_up(static)
+                static.body()
+                static.warmed_up = True
                 static.graph = self._capture(static)
             except RuntimeError as problem:
                 self._give_up(problem)

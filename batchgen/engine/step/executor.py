@@ -80,7 +80,7 @@ class DecodeForecast:
     top_logprobs: int | None
     """Most top logprobs of a row, if the graph computes them; None: it computes none"""
     longest: int
-    """Most positions of a row"""
+    """Most positions that a row attends to, all but its last token"""
     shared: int
     """Positions of the longest prefix that rows share, in full pages"""
 
