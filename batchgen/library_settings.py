@@ -1,4 +1,4 @@
-"""Environment settings that libraries read once, at import: OpenMP spin time and Arrow's memory allocator."""
+"""A process and its environment: its processors, and settings that libraries read at import (OpenMP, Arrow)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
+
+
+def processors() -> int:
+    """Number of processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
 
 _SPIN_COUNT: Final = "GOMP_SPINCOUNT"
 _SHORT_SPIN: Final = "5000"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import batchgen
+from batchgen.library_settings import processors
 
 
 def cpu_name() -> str:
@@ -20,11 +20,6 @@ def cpu_name() -> str:
     except OSError:
         pass  # not Linux
     return platform.processor() or platform.machine()
-
-
-def processors() -> int:
-    """Number of processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:

@@ -59,7 +59,7 @@ class ChecksumWriter:
         self._crc = 0
         self._held: bytearray | None = None
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         """Write bytes."""
         if self._held is not None:
             self._held += data

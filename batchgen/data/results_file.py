@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import NoneType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Final, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from batchgen.data.checksums import CheckedStream, ChecksumWriter, read_checksums
 from batchgen.data.durable_files import NO_FILE, part_errors
 from batchgen.data.files import is_file, open_named, open_own
+from batchgen.data.joined_groups import MAGIC, EncodedGroup, encode_group, joined_footer, metadata_at
 from batchgen.data.schema import READABLE_VERSIONS, RUN_KEY, VERSION_KEY
 from batchgen.errors import InputError
 from batchgen.request.foreign_text import ForeignTextError, Kinds, read_json, typed
@@ -38,6 +39,8 @@ _CHECKSUMS_KEY = b"batchgen.checksums"
 """Footer key: the number of bytes before the table of checksums, which are those of the row groups."""
 _OF_WRITER = {NULLS_KEY, _CHECKSUMS_KEY}
 """Footer keys that a writer makes, which the schema of a file that was read has as well."""
+_ALWAYS: Final = {"compression": "zstd", "write_page_checksum": True}
+"""Options of every file"""
 
 
 class DamagedFile(InputError, OSError):
@@ -52,18 +55,30 @@ class DamagedFile(InputError, OSError):
         self.reason = reason
 
 
-class TableWriter:
-    """Writer of tables of one schema to a Parquet file, which counts their nulls."""
+class _CheckedWriter:
+    """Writer of a Parquet file with checksums, which counts its nulls."""
 
-    def __init__(self, stream: BinaryIO, schema: pa.Schema, **options: Any) -> None:
+    def __init__(self, stream: BinaryIO, schema: pa.Schema) -> None:
         about = {key: value for key, value in (schema.metadata or {}).items() if key not in _OF_WRITER}
         self.schema: pa.Schema = schema.with_metadata(about)
         self._stream = ChecksumWriter(stream)
-        self._writer = pq.ParquetWriter(
-            self._stream, self.schema, compression="zstd", write_page_checksum=True, **options
-        )
         self.nulls: Counter[str] = Counter(dict.fromkeys(schema.names, 0))
         """Column -> number of nulls so far."""
+
+    def _keys(self) -> dict[bytes, bytes]:
+        """The footer keys, once all groups are written."""
+        return {NULLS_KEY: json.dumps(self.nulls).encode(), _CHECKSUMS_KEY: str(self._stream.tell()).encode()}
+
+    def __enter__(self) -> Self:
+        return self
+
+
+class TableWriter(_CheckedWriter):
+    """Writer of tables of one schema."""
+
+    def __init__(self, stream: BinaryIO, schema: pa.Schema, **options: Any) -> None:
+        super().__init__(stream, schema)
+        self._writer = pq.ParquetWriter(self._stream, self.schema, **_ALWAYS, **options)
 
     def write_table(self, table: pa.Table, row_group_size: int | None = None) -> None:
         """Write the rows of a table."""
@@ -71,16 +86,10 @@ class TableWriter:
         for name, column in zip(table.schema.names, table.columns, strict=True):
             self.nulls[name] += column.null_count
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                checked = str(self._stream.tell()).encode()
-                self._writer.add_key_value_metadata(
-                    {NULLS_KEY: json.dumps(self.nulls).encode(), _CHECKSUMS_KEY: checked}
-                )
+                self._writer.add_key_value_metadata(self._keys())
                 with self._stream.footer():
                     self._writer.close()
         finally:
@@ -88,12 +97,33 @@ class TableWriter:
             self._writer.is_open = False
 
 
+class GroupWriter(_CheckedWriter):
+    """Writer of encoded row groups, in the order of the file."""
+
+    def __init__(self, stream: BinaryIO, schema: pa.Schema) -> None:
+        super().__init__(stream, schema)
+        self._stream.write(MAGIC)
+        self._groups: list[pq.FileMetaData] = []
+
+    def write_group(self, group: EncodedGroup) -> None:
+        """Write a group."""
+        self._groups.append(metadata_at(group, self._stream.tell()))
+        self._stream.write(group.data)
+        self.nulls.update(group.nulls)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            end = joined_footer(self.schema, self._keys(), self._groups)
+            with self._stream.footer():
+                self._stream.write(end)
+
+
 def _end_of_groups(metadata: pq.FileMetaData) -> int:
     """Bytes of a file up to the end of its row groups: others if another program has rewritten it."""
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     columns = (group.column(number) for group in groups for number in range(group.num_columns))
     starts = ((each.dictionary_page_offset or each.data_page_offset, each.total_compressed_size) for each in columns)
-    return max((start + size for start, size in starts), default=len(b"PAR1"))
+    return max((start + size for start, size in starts), default=len(MAGIC))
 
 
 def parquet_writer(stream: BinaryIO, schema: pa.Schema) -> TableWriter:
@@ -110,11 +140,11 @@ def parquet_writer(stream: BinaryIO, schema: pa.Schema) -> TableWriter:
     )
 
 
-def states_writer(stream: BinaryIO, schema: pa.Schema) -> TableWriter:
-    """A writer for hidden states: byte-stream-split values compress well in short formats."""
-    return TableWriter(
-        stream,
-        schema,
+def states_group(table: pa.Table) -> EncodedGroup:
+    """A row group of hidden states for `GroupWriter`: byte-stream-split values compress well in short formats."""
+    return encode_group(
+        table,
+        **_ALWAYS,
         use_dictionary=["span", "dtype"],
         column_encoding={"values.list.element": "BYTE_STREAM_SPLIT"},
         write_statistics=["row_index", "prompt_index", "sample_index", "layer"],
@@ -233,7 +263,7 @@ def read_footer(path: Path, contents: str | None = None) -> dict[str, Any] | Non
         if not is_file(path):
             return None  # opening a pipe would block
         with open_named(path) as stream:
-            if stream.read(4) != b"PAR1" and not _ends_as_parquet(stream):
+            if stream.read(4) != MAGIC and not _ends_as_parquet(stream):
                 return None
             about = StoredTable(path, stream).about
     if about.get(VERSION_KEY) not in READABLE_VERSIONS:
@@ -254,4 +284,4 @@ def intact_footer(path: Path, contents: str | None = None) -> dict[str, Any] | N
 
 def _ends_as_parquet(stream: BinaryIO) -> bool:
     stream.seek(max(0, stream.seek(0, 2) - 4))
-    return stream.read() == b"PAR1"
+    return stream.read() == MAGIC

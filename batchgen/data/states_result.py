@@ -1,13 +1,14 @@
 """Writer of `OUT.hidden.parquet`: the hidden-state parts merged into one file, in key order, in bounded memory.
 
-Only the indexes of the parts are in memory as a whole. Records are read one by one in key order and written in row
-groups of at most 32 MiB of values; a single larger record is a separate group.
+Only the indexes of the parts are in memory as a whole. Records are read in key order and encoded in row groups of at
+most 8 MiB, several at once in threads; a single larger record is a separate group.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
@@ -17,10 +18,12 @@ import pyarrow as pa
 
 from batchgen.data.durable_files import part_errors, write_durably
 from batchgen.data.files import open_own
-from batchgen.data.results_file import DamagedFile, open_parquet, states_writer
+from batchgen.data.joined_groups import EncodedGroup
+from batchgen.data.results_file import DamagedFile, GroupWriter, open_parquet, states_group
 from batchgen.data.schema import STATES_CONTENTS, with_footer
 from batchgen.data.states import INDEX_DTYPE, Index, StateRecord, read_index, read_record
 from batchgen.errors import BatchgenError
+from batchgen.library_settings import processors
 from batchgen.request.completion import StateBlock
 
 STATES_SCHEMA: Final = pa.schema(
@@ -38,45 +41,67 @@ STATES_SCHEMA: Final = pa.schema(
     ]
 )
 
-GROUP_BYTES: Final = 32 << 20
-"""Most bytes of values of a row group in memory; encoded, it is smaller."""
+GROUP_BYTES: Final = 8 << 20
+"""Most bytes of records of a row group, in the model's dtype."""
+_MAX_THREADS: Final = 8
 GROUP_ROWS: Final = 10_000
 _OPEN_FILES: Final = 64
 _KEYS: Final = ("row_index", "prompt_index", "sample_index", "layer")
 
 
-def write_states_result(path: Path, parts: Sequence[Path], footer: Mapping[str, Any]) -> int:
+def write_states_result(
+    path: Path, parts: Sequence[Path], footer: Mapping[str, Any], threads: int | None = None
+) -> int:
     """Write the records of `parts` to `path` in key order, and return their number.
+
+    Row groups are encoded in so many `threads`, on which the bytes do not depend; None: one for each processor.
 
     Raises:
         OutputError: the disk is full, or a part cannot be read now.
         DamagedFile: a part is damaged, or the file that was written.
         BatchgenError: two records have the same key.
     """
+    threads = min(_MAX_THREADS, processors()) if threads is None else threads
     indexes = [_checked_index(part) for part in parts]
     files = np.repeat(np.arange(len(parts)), [len(index) for index in indexes])
     index = np.concatenate([np.zeros(0, INDEX_DTYPE), *indexes])
     order = _key_order(index)
     run = {**footer, "contents": STATES_CONTENTS, "rows": len(index)}
 
+    def encoded(rows: npt.NDArray[np.int64]) -> EncodedGroup:
+        with _OpenParts(parts) as open_parts:
+            records = [open_parts.record(file, at) for file, at in zip(files[rows].tolist(), index[rows], strict=True)]
+        return states_group(_table(records))
+
     def write(stream: BinaryIO) -> None:
-        with states_writer(stream, with_footer(run, STATES_SCHEMA)) as writer, _OpenParts(parts) as open_parts:
-            group: list[StateRecord] = []
-            group_bytes = 0
-            for at in order.tolist():
-                record = open_parts.record(int(files[at]), index[at])
-                size = record.block.values.nbytes
-                if group and (group_bytes + size > GROUP_BYTES or len(group) == GROUP_ROWS):
-                    writer.write_table(_table(group, writer.schema), row_group_size=len(group))
-                    group, group_bytes = [], 0
-                group.append(record)
-                group_bytes += size
-            if group:
-                writer.write_table(_table(group, writer.schema), row_group_size=len(group))
+        groups = _groups(index["length"][order])
+        with (
+            GroupWriter(stream, with_footer(run, STATES_SCHEMA)) as writer,
+            ThreadPoolExecutor(threads, thread_name_prefix="states") as pool,
+        ):
+            ahead: deque[Future[EncodedGroup]] = deque()
+            for rows in groups:
+                ahead.append(pool.submit(encoded, order[rows]))
+                if len(ahead) > threads:  # each holds a group in memory
+                    writer.write_group(ahead.popleft().result())
+            while ahead:
+                writer.write_group(ahead.popleft().result())
 
     write_durably(path, write)
     _read_back(path, index[order])
     return len(index)
+
+
+def _groups(lengths: npt.NDArray[np.int64]) -> Iterator[slice]:
+    """The records of each row group, of records with so many bytes."""
+    ends = np.cumsum(lengths)
+    start = 0
+    while start < len(lengths):
+        before = ends[start] - lengths[start]
+        end = int(np.searchsorted(ends, before + GROUP_BYTES, "right"))
+        end = max(start + 1, min(end, start + GROUP_ROWS))
+        yield slice(start, end)
+        start = end
 
 
 def _checked_index(part: Path) -> Index:
@@ -144,8 +169,9 @@ class _OpenParts:
             stream.close()
 
 
-def _table(records: Sequence[StateRecord], schema: pa.Schema) -> pa.Table:
+def _table(records: Sequence[StateRecord]) -> pa.Table:
     """A table in `STATES_SCHEMA` of the records."""
+    schema = STATES_SCHEMA
     blocks = [record.block for record in records]
     columns = {
         "id": [record.id for record in records],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,8 @@ from batchgen.request.table.embeds_store import EmbedsStore
 from batchgen.request.table.request_table import RequestTable
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokens.tokenizer import Tokenizer
+
+_WARM_UP_ROWS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +402,22 @@ class Engine:
         prompts = self.config.repetition_penalty_scope == "prompt+output"
         step_bytes += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)
         return device_memory(spec.device, step_bytes), (seqs, max(tokens, workload.longest_span))
+
+    def warm_up(self) -> None:
+        """On a GPU, run the dummy run of a small job, so that kernels are compiled and libraries started before a job.
+
+        How much memory a job's largest step takes depends on its rows, so `start` measures that.
+        """
+        spec, size, backend = self.model.spec, self.config.page_size, self.backend
+        if spec.device.type != "cuda":
+            return
+        limits, table = (_WARM_UP_ROWS, _WARM_UP_ROWS * size), RequestTable()
+        length = min(2 * size + 1, spec.context_length - _WARM_UP_ROWS)
+        table.append(0, 0, [0] * max(1, length), SamplingParams(n=_WARM_UP_ROWS), 0, _WARM_UP_ROWS)
+        workload = plan_workload(table, adapters=list(spec.adapters), bidirectional=spec.bidirectional)
+        run = self.dummy_runner(self.resources(workload, limits), limits)
+        measure_largest_step(run, workload, spec, size, limits, partial(cuda_peak, spec.device))
+        self.backend = backend  # candidates are measured on the rows of a job
 
     def dummy_runner(
         self, resources: EngineResources, limits: tuple[int, int]

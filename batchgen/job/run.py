@@ -21,6 +21,7 @@ from batchgen.data.store.parts import PartWriter
 from batchgen.data.store.work_folder import WorkFolder, output_paths
 from batchgen.data.store.work_parts import has_results
 from batchgen.engine.advice import output_advice
+from batchgen.engine.engine import Engine
 from batchgen.engine.gc_control import DeferredGC
 from batchgen.engine.running import Running
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
@@ -49,7 +50,6 @@ from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunCounts, RunSummary, run_summary
 from batchgen.kernels.cpu.library import COMPILING
-from batchgen.models.base import Model
 from batchgen.request.completion import Completion
 from batchgen.request.rows.unknown_keys import MAX_NOTES, carried_notes, note_line
 
@@ -125,15 +125,15 @@ class _Job:
         with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
             self.in_work = self.opened.enter_context(InWork(work, retry_errors=self.config.retry_errors))
             self.stop.abandon = self.in_work.close
-            # Weights are loaded while the rows are tokenised.
-            model = loader.submit(setup.load_model)
+            # Weights are loaded, and kernels compiled, while the rows are tokenised.
+            loading = loader.submit(setup.load_engine)
             for path in work.foreign:
                 what = "a link, a special file, a folder in the place of a file, or another user's"
                 self.progress.note(f"{path} is {what}: it was set aside")
             with self._phase("reading"):
                 committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:
-                return self._complete(job, work, committed, model)
+                return self._complete(job, work, committed, loading)
             except (UsageError, InputError, ModelError, TooManyErrors) as error:
                 # Refused before a token was computed: remove the work folder. Committed errors of invalid rows are
                 # found again by the next run. With too many of them, `show` lists them, unless no row is valid.
@@ -142,7 +142,7 @@ class _Job:
                     work.remove()
                 raise
 
-    def _complete(self, job: OpenedJob, work: WorkFolder, committed: Committed, model: Future[Model]) -> RunSummary:
+    def _complete(self, job: OpenedJob, work: WorkFolder, committed: Committed, loading: Future[Engine]) -> RunSummary:
         """Compute and commit the missing rows, then merge all committed rows into the output."""
         setup, record = job.setup, job.identity.record
         config = self.config  # a wrong --reuse fails before the rows are read
@@ -165,7 +165,7 @@ class _Job:
                 reuse = self._find_reuse(files, rows, hashes, committed)
             self._init_row_counts(rows, reuse.done)
             with self._phase("loading"):
-                engine = setup.engine(self._wait_for_model(model, rows))
+                engine = self._wait_for_engine(loading, rows)
             with self._phase("planning"):
                 emit = None if events is None else events.listener(lambda row: rows.texts[row][0])
                 ids, scaled = config.include_prompt_ids, setup.scales_positions(rows.table)
@@ -257,12 +257,12 @@ class _Job:
         self._check_max_errors(rows)
         return rows
 
-    def _wait_for_model(self, model: Future[Model], rows: Ingested) -> Model:
-        """The loaded model; a stop request is handled while waiting."""
-        while not wait([model], timeout=0.1).done:
+    def _wait_for_engine(self, loading: Future[Engine], rows: Ingested) -> Engine:
+        """The engine with its model; a stop request is handled while waiting."""
+        while not wait([loading], timeout=0.1).done:
             if self.stop.requested:
                 raise self.stop.error(self.rows_done, rows.rows)
-        return model.result()
+        return loading.result()
 
     def _init_row_counts(self, rows: Ingested, done: npt.NDArray[np.bool_]) -> None:
         """Set `rows_done` and `prompts_left`, given `done` [N]: whether each request of the table is committed.

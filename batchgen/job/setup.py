@@ -28,7 +28,7 @@ from batchgen.engine.quantization import choose_numbers
 from batchgen.job.preflight import CheckedJob
 from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.kernels.cpu.library import load_library
-from batchgen.models.base import Model, ModelSpec
+from batchgen.models.base import ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.checkpoint.file_hashes import FileHashes
 from batchgen.models.checkpoint.model_files import TOKENIZER_FILES, resolve_model
@@ -61,21 +61,16 @@ class Setup:
     defaults: RowDefaults
     hashes: FileHashes
 
-    def load_model(self) -> Model:
-        """Load the weights.
+    def load_engine(self) -> Engine:
+        """The engine of the job with its weights; on a GPU its kernels are compiled, too.
 
         Raises:
             ModelError: they cannot be loaded, or a file changed meanwhile, so that its digest is of other weights.
+            UsageError: the model cannot be computed as the options ask.
         """
-        loaded = load_checked(self.model, self.spec)
-        self.hashes.check_unchanged()
-        return loaded
-
-    def engine(self, model: Model) -> Engine:
-        """The engine of the job, with its loaded model."""
-        made = Engine.from_front_end(model, self.front_end)
-        if self.spec.numbers.form == "int8":  # which reads integers of the checkpoint
-            self.hashes.check_unchanged()
+        made = Engine.from_front_end(load_checked(self.model, self.spec), self.front_end)
+        self.hashes.check_unchanged()  # int8 reads integers of the checkpoint, too
+        made.warm_up()
         return made
 
     @property

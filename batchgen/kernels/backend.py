@@ -3,7 +3,7 @@
 - `torch`: plain PyTorch, on any device.
 - `compiled`: C++ for the CPU, built on the machine that runs it.
 - `triton`: Triton on a GPU, or in Triton's interpreter on a CPU for tests.
-- `flash`: vllm-flash-attn for attention, Triton for everything else.
+- `flash`: vllm-flash-attn for attention outside of CUDA graphs, Triton for everything else.
 - `auto`: on a CPU compiled kernels where they can be built, else PyTorch; on a GPU the faster of triton and flash for
   this run, by measurement.
 """
@@ -331,7 +331,7 @@ def _check_launch(ops: Ops, device: torch.device) -> None:
 
 @cache
 def _flash(needs: AttentionNeeds) -> Backend:
-    """The flash backend: vllm-flash-attn, with Triton for shared prefixes and other operations. Cached per process."""
+    """The flash backend: vllm-flash-attn, with Triton for shared prefixes, CUDA graphs and other operations."""
     if needs.capability is None:
         raise BackendUnavailable("it needs an NVIDIA GPU, and this run computes on the CPU")
     if needs.cache_dtype is not None:
@@ -356,7 +356,8 @@ def _flash(needs: AttentionNeeds) -> Backend:
     from batchgen.kernels.gpu.attention import TritonAttention
     from batchgen.kernels.gpu.merge import merge_parts
 
-    return Backend("flash", str(library), flash_factory(library, TritonAttention, merge_parts), rest.ops)
+    factory = flash_factory(library, TritonAttention, merge_parts)
+    return Backend("flash", str(library), factory, rest.ops, executors=rest.executors)
 
 
 _FLASH_REMEDY = "install vLLM, give the path of its compiled library with --flash-library, or leave the option out"

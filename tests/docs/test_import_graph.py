@@ -30,8 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "text": {"errors", "library_settings", "request", "gguf"},
     "media": {"errors", "request"},
     "tables": {"errors", "request"},
-    "data": {"errors", "request", "config", "tables"},
-    "models": {"errors", "user_cache", "request", "gguf", "kernels"},
+    "data": {"errors", "library_settings", "request", "config", "tables"},
+    "models": {"errors", "library_settings", "user_cache", "request", "gguf", "kernels"},
     "engine": {"errors", "request", "config", "kernels", "plan", "text", "media", "tables", "models"},
     "__init__": {"library_settings", "request", "engine"},
     "job": {
@@ -39,8 +39,8 @@ ALLOWED: dict[str, set[str]] = {
         "engine", "__init__",
     },
     "bench": {
-        "errors", "user_cache", "request", "config", "kernels", "plan", "text", "media", "data", "demo", "models",
-        "engine", "__init__",
+        "errors", "library_settings", "user_cache", "request", "config", "kernels", "plan", "text", "media", "data",
+        "demo", "models", "engine", "__init__",
     },
     "cli": {"errors", "library_settings", "request", "config", "models", "engine", "data", "job", "bench", "__init__"},
     "__main__": {"cli"},

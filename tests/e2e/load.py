@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from batchgen.bench.machine import commit_name, cpu_name, processors
+from batchgen.bench.machine import commit_name, cpu_name
+from batchgen.library_settings import processors
 
 ROOT = Path(__file__).parents[2]
 INSTANT, REAL = "tests.e2e.instant", "batchgen"

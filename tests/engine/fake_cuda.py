@@ -118,6 +118,8 @@ class FakeGpu(TorchDispatchMode):
         self.syncs: list[Sync] = []
         self.copies: list[str] = []
         """Lines that copy from or to pinned memory without the `Device`; these do not wait."""
+        self.kernels: set[str] = set()
+        """Names of the Triton kernels launched so far."""
         self._pinned: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,6 +156,7 @@ class FakeGpu(TorchDispatchMode):
         host = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and not isinstance(arg, GpuTensor)]
         if host and any(isinstance(arg, GpuTensor) for arg in args):
             raise ValueError(f"pointer argument {host[0]} of {kernel.fn.__name__} is on the host")
+        self.kernels.add(kernel.fn.__name__)
         start(kernel, grid, args, constants)
 
 

@@ -173,6 +173,16 @@ def test_a_steady_step_is_two_uploads_and_one_download(model: Path, deterministi
         assert step.copies == []
 
 
+def test_a_warm_up_compiles_the_kernels_of_plain_rows(model: Path) -> None:
+    with fake_cuda() as gpu:
+        engine = Engine(str(model), attention="triton", dtype="float32", device="cuda", page_size=4, max_num_seqs=4)
+        engine.warm_up()
+        compiled = set(gpu.kernels)
+        done = list(engine.generate(rows(FREE[:3], prefix=5)))
+        assert all(c.error is None for c in done)
+        assert gpu.kernels == compiled != set()
+
+
 @pytest.mark.parametrize(("kinds", "downloads"), [(FREE, 1), (BOUND + FREE[:2], 0)], ids=["free", "bound"])
 def test_no_kind_of_row_waits(model: Path, kinds: list[dict[str, Any]], downloads: int) -> None:
     """Also when rows start and end. Results equal those of plain PyTorch on a CPU."""

@@ -34,7 +34,7 @@ _SHOWS = {
     "syncs": "steady decode steps in which the host never waits for the device",
     "memory": "the automatic pool, long and short rows in one pool, steps that do not fit",
     "bench": "microbenchmarks at real shapes, compared with floors from the device's measured rates",
-    "workloads": "whole jobs at real shapes: floors, other engines, slowdowns by row options, start-up",
+    "workloads": "whole jobs at real shapes: floors, other engines, row options, start-up, forms of weights",
     "profile": "the time of a decode step by kernel",
     "tune": "only if named: tile candidates of the attention kernels, printed as a fragment for `chips.toml`",
 }
@@ -44,8 +44,11 @@ def _check(name: str, share: float, *modules: str) -> Stage:
     return Stage(name, _SHOWS[name], share, modules, required=True, kernels=True, parallel=True)
 
 
+_MORE_MODULES = {"engine": ("media",), "workloads": ("forms",)}
+
+
 def _jobs(name: str, share: float, least: float, *, required: bool = False) -> Stage:
-    modules = (name, "media") if name == "engine" else (name,)
+    modules = (name, *_MORE_MODULES.get(name, ()))
     return Stage(name, _SHOWS[name], share, modules, least, required)
 
 

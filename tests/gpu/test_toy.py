@@ -80,6 +80,9 @@ def test_workloads_have_floors_goals_and_peers(tmp_path: Path) -> None:
     assert (rate["goal"], rate["moonshot"], rate["factor"]) == (100e3, 150e3, 1.0)
     peer = measures["w-nano", "0.6b", "transformers-continuous", "output_tokens_per_second"]
     assert peer["goal"] is None
+    for form in ("fp8", "int4"):
+        assert measures["w-nano", f"8b {form}", "batchgen", "times_bfloat16"]["value"] > 0
+    assert measures["pictures", "demo", "batchgen", "output_tokens_per_second"]["value"] > 0
     for goal in GOALS:
         if goal.workload not in ("kernel", "decode"):
             key = (goal.workload, goal.model, "batchgen", goal.figure)

@@ -112,6 +112,7 @@ def test_flash_with_a_library(library: str, fake: Fakes) -> None:
     chosen = choose_backend("flash", needs)
     assert (chosen.name, chosen.description) == ("flash", f"flash-attn 3 of {library}")
     assert chosen.ops is TRITON_OPS
+    assert chosen.executors == choose_backend("triton", needs).executors != (), "decode steps replay Triton's graphs"
     pool, batch, _ = STEP.sample(grouped=True)
     assert isinstance(chosen.attention(pool, batch), FlashAttention)
     assert choose_backend("flash", replace(needs, page_size=8)).description == f"flash-attn 3 of {library}"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from batchgen.errors import ModelError
+from batchgen.library_settings import processors
 from batchgen.user_cache import keep_value, kept_value
 
 _PIECE: Final = 8 << 20
@@ -70,7 +71,7 @@ class FileHashes:
         self._lock = threading.Lock()
         if not self._left:
             self.done.set_result({})
-        threads = min(self._count, max(1, (os.cpu_count() or 1) - 1), _MOST_THREADS)
+        threads = min(self._count, max(1, processors() - 1), _MOST_THREADS)
         for _ in range(threads):
             threading.Thread(target=self._hash, name="hash", daemon=True).start()
 

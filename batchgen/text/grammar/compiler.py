@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections import deque
@@ -13,6 +12,7 @@ from random import Random
 from typing import Final
 
 from batchgen.errors import BatchgenError, ErrorCode, ErrorInfo, RowError
+from batchgen.library_settings import processors
 from batchgen.request.fields.constraint import Constraint
 from batchgen.text.grammar.kinds import KINDS
 from batchgen.text.grammar.worker import CompileJob, CompileLimits, DropVocabulary, LoadVocabulary
@@ -95,8 +95,7 @@ class _CompilerProcess(HelperProcess):
     """The compiler process."""
 
     def __init__(self) -> None:
-        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-        super().__init__("batchgen.text.grammar.worker", min(_MAX_WORKERS, workers))
+        super().__init__("batchgen.text.grammar.worker", min(_MAX_WORKERS, processors()))
         self.vocabularies: set[tuple[int, str]] = set()
         self._sender: threading.Thread | None = None
 

@@ -67,7 +67,7 @@ PLAN: dict[str, tuple[PlannedWorkload, ...]] = {
     "8b": (PlannedWorkload("w-nano", 0.4), PlannedWorkload("w-prefix", 0.6, "w-unshared")),
 }
 WEIGHTS = {"throughput[model=0.6b]": 0.3, "throughput[model=8b]": 0.3, "throughput[model=1b]": 0.1}
-WEIGHTS |= {"start": 0.05, **{f"engine={name}": 0.125 for name in PEERS}}
+WEIGHTS |= {"start": 0.05, **{f"engine={name}": 0.125 for name in PEERS}, "form=fp8": 0.1, "form=int4": 0.1}
 """Part of a case's name -> share of the stage's time."""
 
 
@@ -75,7 +75,7 @@ WEIGHTS |= {"start": 0.05, **{f"engine={name}": 0.125 for name in PEERS}}
     "workloads", "workloads", [{"model": m} for m in ("0.6b", "8b", "1b")], [{"model": m} for m in ("0.6b", "8b", "1b")]
 )
 def throughput(gpu: Gpu, *, model: str) -> Iterator[Measure | str]:
-    end = time.monotonic() + _slot(gpu, f"throughput[model={model}]")
+    end = time.monotonic() + slot(gpu, f"throughput[model={model}]")
     with model_folder(gpu, model) as folder:
         runs = Runs(gpu, model, folder)
         try:
@@ -96,7 +96,7 @@ def start_up(gpu: Gpu, *, model: str) -> Iterator[Measure | str]:
     with model_folder(gpu, model) as folder:
         begin = time.monotonic()
         try:
-            with start(gpu, EngineSource(OURS), _spec(gpu, folder), gpu.left() + GRACE) as ours:
+            with start(gpu, EngineSource(OURS), engine_spec(gpu, folder), gpu.left() + GRACE) as ours:
                 ours.generate([BenchRow([5, 6, 7], 1)], {})
                 seconds = time.monotonic() - begin
         except EngineFailed as error:
@@ -113,7 +113,7 @@ def start_up(gpu: Gpu, *, model: str) -> Iterator[Measure | str]:
 )
 def against_peers(gpu: Gpu, *, model: str, engine: str) -> Iterator[Measure | str]:
     """Throughput of another engine, and batchgen's speedup on the same rows."""
-    end = time.monotonic() + _slot(gpu, f"engine={engine}")
+    end = time.monotonic() + slot(gpu, f"engine={engine}")
     with model_folder(gpu, model) as folder:
         runs = Runs(gpu, model, folder)
         try:
@@ -138,7 +138,7 @@ class Runs:
 
     @property
     def spec(self) -> LoadSpec:
-        return _spec(self.gpu, self.folder)
+        return engine_spec(self.gpu, self.folder)
 
     @property
     def shape(self) -> Shape:
@@ -154,7 +154,7 @@ class Runs:
         end = time.monotonic() + seconds
         workload = self.workload(item.workload)
         found = best_within(ours, workload, {}, self.shape.vocab, seconds / whole)
-        yield self._rate(workload, ours, found)
+        yield self.throughput_of(workload, ours, found)
         if item.against:
             yield from self._without_sharing(ours, item, found, end - time.monotonic())
 
@@ -203,13 +203,13 @@ class Runs:
         theirs = best_within(other, workload, setting, self.shape.vocab, 0.7 * seconds)
         rate(ours, workload, min(theirs.factor, PROBE), {}, self.shape.vocab)  # compiles
         mine = rate(ours, workload, theirs.factor, {}, self.shape.vocab)
-        yield replace(self._rate(workload, other, theirs), goal=None, moonshot=None, predicted=None)
+        yield replace(self.throughput_of(workload, other, theirs), goal=None, moonshot=None, predicted=None)
         times = mine.tokens_per_second / theirs.tokens_per_second
         detail = {"peer": f"{other.name} {other.version}", "setting": setting}
         made = Measure(workload.name, self.model, f"times_{name}", times, "x", factor=theirs.factor, detail=detail)
         yield with_goal(made)
 
-    def _rate(self, workload: Workload, engine: BenchEngine, found: Rate) -> Measure:
+    def throughput_of(self, workload: Workload, engine: BenchEngine, found: Rate) -> Measure:
         """The measure of a throughput, with the floor of the part that was run."""
         counted = found.counted
         detail = {"seconds": found.seconds, "dtype": engine.dtype, **counted}
@@ -269,12 +269,12 @@ KINDS: dict[str, Callable[[int], Mapping[str, Any]]] = {
 """Name -> fields of a row, by its number."""
 
 
-def _slot(gpu: Gpu, key: str) -> float:
+def slot(gpu: Gpu, key: str) -> float:
     """Seconds of the stage's remaining time for the current case, whose key in `WEIGHTS` is given."""
     rest = sum(weight for other, weight in WEIGHTS.items() if any(other in name for name in gpu.waiting))
     return min(gpu.left(), 1e6) * WEIGHTS[key] / rest
 
 
-def _spec(gpu: Gpu, folder: str) -> LoadSpec:
+def engine_spec(gpu: Gpu, folder: str) -> LoadSpec:
     dtype, device = ("float32", "cpu") if gpu.toy else ("bfloat16", "cuda")
     return LoadSpec(folder, dtype, device, torch.get_num_threads(), {})
