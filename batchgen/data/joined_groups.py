@@ -41,9 +41,9 @@ class EncodedGroup:
 
 
 def encode_group(table: pa.Table, **options: Any) -> EncodedGroup:
-    """Encode a table as one row group; `options` of `pyarrow.parquet.write_table`."""
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, row_group_size=len(table), **options)
+    """Encode a table as one row group; `options`: more of `pyarrow.parquet.write_table`."""
+    sink, rows = pa.BufferOutputStream(), max(1, len(table))
+    pq.write_table(table, sink, row_group_size=rows, compression="zstd", write_page_checksum=True, **options)
     content = memoryview(sink.getvalue())
     end = len(content) - len(MAGIC) - _LENGTH.size
     start = end - _LENGTH.unpack_from(content, end)[0]

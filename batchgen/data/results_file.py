@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import NoneType
-from typing import Any, BinaryIO, Final, Self
+from typing import Any, BinaryIO, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -39,8 +39,6 @@ _CHECKSUMS_KEY = b"batchgen.checksums"
 """Footer key: the number of bytes before the table of checksums, which are those of the row groups."""
 _OF_WRITER = {NULLS_KEY, _CHECKSUMS_KEY}
 """Footer keys that a writer makes, which the schema of a file that was read has as well."""
-_ALWAYS: Final = {"compression": "zstd", "write_page_checksum": True}
-"""Options of every file"""
 
 
 class DamagedFile(InputError, OSError):
@@ -55,67 +53,38 @@ class DamagedFile(InputError, OSError):
         self.reason = reason
 
 
-class _CheckedWriter:
-    """Writer of a Parquet file with checksums, which counts its nulls."""
+class TableWriter:
+    """Writer of tables of one schema to a Parquet file, which counts their nulls."""
 
-    def __init__(self, stream: BinaryIO, schema: pa.Schema) -> None:
+    def __init__(self, stream: BinaryIO, schema: pa.Schema, **options: Any) -> None:
+        """`options`: those of `encode_group` for the tables of `write_table`."""
         about = {key: value for key, value in (schema.metadata or {}).items() if key not in _OF_WRITER}
         self.schema: pa.Schema = schema.with_metadata(about)
+        self._options = options
         self._stream = ChecksumWriter(stream)
+        self._stream.write(MAGIC)
+        self._groups: list[pq.FileMetaData] = []
         self.nulls: Counter[str] = Counter(dict.fromkeys(schema.names, 0))
         """Column -> number of nulls so far."""
 
-    def _keys(self) -> dict[bytes, bytes]:
-        """The footer keys, once all groups are written."""
-        return {NULLS_KEY: json.dumps(self.nulls).encode(), _CHECKSUMS_KEY: str(self._stream.tell()).encode()}
-
-    def __enter__(self) -> Self:
-        return self
-
-
-class TableWriter(_CheckedWriter):
-    """Writer of tables of one schema."""
-
-    def __init__(self, stream: BinaryIO, schema: pa.Schema, **options: Any) -> None:
-        super().__init__(stream, schema)
-        self._writer = pq.ParquetWriter(self._stream, self.schema, **_ALWAYS, **options)
-
-    def write_table(self, table: pa.Table, row_group_size: int | None = None) -> None:
-        """Write the rows of a table."""
-        self._writer.write_table(table, row_group_size)
-        for name, column in zip(table.schema.names, table.columns, strict=True):
-            self.nulls[name] += column.null_count
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._writer.add_key_value_metadata(self._keys())
-                with self._stream.footer():
-                    self._writer.close()
-        finally:
-            # Otherwise the garbage collector would close the writer, which writes its footer into a closed stream.
-            self._writer.is_open = False
-
-
-class GroupWriter(_CheckedWriter):
-    """Writer of encoded row groups, in the order of the file."""
-
-    def __init__(self, stream: BinaryIO, schema: pa.Schema) -> None:
-        super().__init__(stream, schema)
-        self._stream.write(MAGIC)
-        self._groups: list[pq.FileMetaData] = []
+    def write_table(self, table: pa.Table) -> None:
+        """Write the rows of a table as one row group."""
+        self.write_group(encode_group(table, **self._options))
 
     def write_group(self, group: EncodedGroup) -> None:
-        """Write a group."""
+        """Write a row group that is encoded already."""
         self._groups.append(metadata_at(group, self._stream.tell()))
         self._stream.write(group.data)
         self.nulls.update(group.nulls)
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            end = joined_footer(self.schema, self._keys(), self._groups)
+            keys = {NULLS_KEY: json.dumps(self.nulls).encode(), _CHECKSUMS_KEY: str(self._stream.tell()).encode()}
             with self._stream.footer():
-                self._stream.write(end)
+                self._stream.write(joined_footer(self.schema, keys, self._groups))
 
 
 def _end_of_groups(metadata: pq.FileMetaData) -> int:
@@ -141,10 +110,9 @@ def parquet_writer(stream: BinaryIO, schema: pa.Schema) -> TableWriter:
 
 
 def states_group(table: pa.Table) -> EncodedGroup:
-    """A row group of hidden states for `GroupWriter`: byte-stream-split values compress well in short formats."""
+    """A row group of hidden states: byte-stream-split values compress well in short formats."""
     return encode_group(
         table,
-        **_ALWAYS,
         use_dictionary=["span", "dtype"],
         column_encoding={"values.list.element": "BYTE_STREAM_SPLIT"},
         write_statistics=["row_index", "prompt_index", "sample_index", "layer"],

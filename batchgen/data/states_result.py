@@ -19,7 +19,7 @@ import pyarrow as pa
 from batchgen.data.durable_files import part_errors, write_durably
 from batchgen.data.files import open_own
 from batchgen.data.joined_groups import EncodedGroup
-from batchgen.data.results_file import DamagedFile, GroupWriter, open_parquet, states_group
+from batchgen.data.results_file import DamagedFile, TableWriter, open_parquet, states_group
 from batchgen.data.schema import STATES_CONTENTS, with_footer
 from batchgen.data.states import INDEX_DTYPE, Index, StateRecord, read_index, read_record
 from batchgen.errors import BatchgenError
@@ -76,7 +76,7 @@ def write_states_result(
     def write(stream: BinaryIO) -> None:
         groups = _groups(index["length"][order])
         with (
-            GroupWriter(stream, with_footer(run, STATES_SCHEMA)) as writer,
+            TableWriter(stream, with_footer(run, STATES_SCHEMA)) as writer,
             ThreadPoolExecutor(threads, thread_name_prefix="states") as pool,
         ):
             ahead: deque[Future[EncodedGroup]] = deque()

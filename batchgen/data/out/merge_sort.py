@@ -75,8 +75,7 @@ class ResultWriter:
         """End the row group and write it, if it has rows."""
         if self._pending:
             group = pa.concat_tables(self._pending).combine_chunks()
-            group = group.replace_schema_metadata(self._writer.schema.metadata)
-            self._writer.write_table(group, row_group_size=len(group))
+            self._writer.write_table(group)
         self._pending, self._rows, self._bytes = [], 0, 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,10 +32,10 @@ def test_a_joined_file_is_the_one_that_arrow_writes(groups: int, columns: int, i
     rng = np.random.default_rng(groups)
     tables = [table(int(rng.integers(1, 50)), columns, rng) for _ in range(max(1, groups))][:groups]
     schema = table(1, columns, rng).schema.with_metadata({"about": "a job"})
-    options = {"compression": "zstd", "write_page_checksum": True, "use_dictionary": ["text"]}
-    options |= {"write_statistics": ["text", "flag"], "write_page_index": index}
+    options: dict[str, Any] = {"use_dictionary": ["text"], "write_statistics": ["text", "flag"]}
+    options["write_page_index"] = index
     whole = io.BytesIO()
-    with pq.ParquetWriter(whole, schema, **options) as writer:
+    with pq.ParquetWriter(whole, schema, compression="zstd", write_page_checksum=True, **options) as writer:
         for each in tables:
             writer.write_table(each.cast(schema))
         writer.add_key_value_metadata(KEYS)
