@@ -131,7 +131,7 @@ class _Planner:
         batch, size = self._batch, self._shape.page_size
         if batch.decode_pages is None or batch.decode_own_start is None:
             return
-        assert (self._ends == np.where(self._ends, batch.decode_own_start, 0)).all(), "own pages follow the groups'"
+        assert (self._ends == batch.decode_own_start).all(), "own pages follow the groups'"
         rows, kept = batch.decode_pages.shape[0], self._tails.shape[1]
         tables = np.concatenate((self._tails, batch.decode_pages), axis=1)
         page_at = self._add_pages(tables.reshape(-1)) + np.arange(rows) * tables.shape[1]
