@@ -251,10 +251,12 @@ def _deterministic_triton(needs: AttentionNeeds) -> Backend:
         raise BackendUnavailable("`--deterministic`: it has no batch-invariant kernel for multi-head latent attention")
     from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
     from batchgen.kernels.gpu.ops import TRITON_INVARIANT_OPS
+    from batchgen.kernels.gpu.static_attention import StaticPlanner
 
     _check_tiles(fixed_tuning(needs.device), ("fixed",), needs)
     description = f"{triton.description}, batch-invariant"
-    return Backend(triton.name, description, DeterministicTritonAttention, TRITON_INVARIANT_OPS)
+    graphs = Graphs(partial(StaticPlanner, make=DeterministicTritonAttention))
+    return Backend(triton.name, description, DeterministicTritonAttention, TRITON_INVARIANT_OPS, executors=(graphs,))
 
 
 def _by_speed(backends: list[Backend], step: TypicalStep, timer: Timer) -> tuple[list[Backend], list[str]]:

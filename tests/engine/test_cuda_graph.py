@@ -24,7 +24,9 @@ from batchgen.models.base import ModelInput, Numbers
 from batchgen.request.completion import Completion
 from tests.engine.fake_device import LateDevice
 from tests.engine.reference import assert_all_same, save_with_words
+from tests.engine.test_deterministic import result_bits
 from tests.engine.test_hybrid import TYPES
+from tests.gpu.interpreted import fix_row_summation_order
 from tests.models.tiny import VOCAB
 
 SHARED, STEM = [5, 6, 7, 8], [9, 10, 11, 12]
@@ -251,6 +253,48 @@ def test_a_recurrent_model_runs_on_if_memory_runs_out_before_its_first_step(tmp_
     assert last.loop.counts()["graph_replays"] > 0
 
 
+def breaking(problem: str) -> Callable[[Engine], None]:
+    """Lets each capture fail, because the model waits for the host ("wait") or memory runs out ("memory")."""
+
+    def break_capture(engine: Engine) -> None:
+        model: Any = engine.model
+        logits = model.logits
+
+        def strange(hidden: Tensor) -> Tensor:
+            found: Tensor = logits(hidden)
+            if problem == "wait":
+                return found + float(found.sum() * 0)
+            if isinstance(engine.device, LateDevice) and engine.device.capturing:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return found
+
+        model.logits = strange
+
+    return break_capture
+
+
+def test_deterministic_steps_have_the_same_bits_inside_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two lengths in groups of two levels: in graphs, without them after a failed capture, and alone."""
+    fix_row_summation_order(monkeypatch.setattr)
+    prompts = [[*range(20, 40), *(range(50, 66) if i < 3 else ()), *range(70 + 9 * i, 71 + 10 * i)] for i in range(5)]
+    work = [row | {"input_ids": ids} for row, ids in zip(rows(return_logprob=True), prompts, strict=True)]
+    folder = model_folder(tmp_path)
+    done, _, last = run(folder, work, deterministic=True)
+    found = [result_bits(c) for c in done]
+    counts = last.loop.counts()
+    assert last.loop.notes == []
+    assert counts["graph_first"] + counts["graph_replays"] == max(LENGTHS) - 1, "all steps that only decode"
+    assert counts["graph_replays"] > counts["graph_first"], counts
+    assert last.scheduler.stats.group_passes > 0
+    eager, device, last = run(folder, work, breaking("wait"), deterministic=True)
+    assert len(last.loop.notes) == 1
+    assert device.counts.replays == 0
+    assert [result_bits(c) for c in eager] == found
+    alone, _, last = run(folder, work[1::3], deterministic=True, max_num_seqs=1)
+    assert last.loop.counts()["graph_prepared"] == 1
+    assert [result_bits(c) for c in alone] == found[1::3]
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Completion]]:
     """A model, and its completions of `few` without graphs."""
@@ -284,22 +328,7 @@ def test_the_least_recently_used_graph_is_dropped(tmp_path: Path, monkeypatch: p
 def test_a_step_that_cannot_be_captured_runs_eagerly(plain: tuple[Path, list[Completion]], problem: str) -> None:
     folder, work = plain[0], [{**row, "max_new_tokens": 12} for row in few()]
     want = without_graphs(folder, work)
-
-    def break_capture(engine: Engine) -> None:
-        model: Any = engine.model
-        logits = model.logits
-
-        def strange(hidden: Tensor) -> Tensor:
-            found: Tensor = logits(hidden)
-            if problem == "wait":
-                return found + float(found.sum() * 0)
-            if isinstance(engine.device, LateDevice) and engine.device.capturing:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return found
-
-        model.logits = strange
-
-    got, device, last = run(folder, work, meanwhile=break_capture)
+    got, device, last = run(folder, work, meanwhile=breaking(problem))
     (note,) = last.loop.notes
     assert ("captured" if problem == "wait" else "memory") in note
     releases = 1 if problem == "wait" else 3  # memory may be free again

@@ -25,7 +25,7 @@ from batchgen.kernels.gpu.matmul import linear
 from batchgen.kernels.gpu.ops import TRITON_INVARIANT_OPS, TRITON_OPS
 from batchgen.kernels.measure import TypicalStep
 from batchgen.kernels.ops import TORCH_OPS, Ops
-from batchgen.kernels.types import LayerKV
+from batchgen.kernels.types import Graphs, LayerKV
 from tests.kernels.flash.fake_flash import Fakes, fakes
 
 CPU = torch.device("cpu")
@@ -303,6 +303,7 @@ def test_a_deterministic_run_on_a_gpu_uses_triton_with_a_product_and_measures_no
         assert chosen.description.endswith(", batch-invariant")
         assert chosen.attention is DeterministicTritonAttention
         assert chosen.ops is TRITON_INVARIANT_OPS
+        assert [type(support) for support in chosen.executors] == [Graphs]
         assert chosen.ops.linear is linear
     assert not clock.timed
     remedy = "leave one of the two out"

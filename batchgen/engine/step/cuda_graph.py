@@ -284,19 +284,20 @@ def _synthetic(
     rows: int, parts: int, page_size: int, forecast: DecodeForecast, states: npt.NDArray[np.int64] | None
 ) -> StepArrays:
     """A step of decode rows as long as any, which read and write the scratch page, page 0."""
-    zeros, own = np.zeros(rows, np.int64), max(1, forecast.longest - forecast.shared)
+    shared = forecast.shared if rows > 1 else 0
+    zeros, own = np.zeros(rows, np.int64), max(1, forecast.longest - shared)
     attention = AttentionBatch(
         slot_mapping=torch.zeros(0, dtype=torch.int64),
         decode_pages=np.zeros((rows, -(-own // page_size)), np.int64),
         decode_lens=np.full(rows, own),
-        decode_own_start=np.full(rows, forecast.shared),
+        decode_own_start=np.full(rows, shared),
         max_decode_len=own,
     )
-    if forecast.shared and rows > 1:
-        attention.groups = [GroupPages(np.arange(rows), np.zeros(forecast.shared // page_size, np.int64), 0)]
+    if shared:
+        attention.groups = [GroupPages(np.arange(rows), np.zeros(shared // page_size, np.int64), 0)]
     return StepArrays(
         ids=zeros,
-        positions=np.full(rows, forecast.shared + own - 1),
+        positions=np.full(rows, shared + own - 1),
         slots=[zeros] * parts,
         source=None,
         logit_rows=np.arange(rows),

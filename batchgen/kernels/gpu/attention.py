@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,19 +12,10 @@ from batchgen.kernels.chips import AttentionTile, ChipTuning, chip_tuning, conve
 from batchgen.kernels.device import Device
 from batchgen.kernels.gpu.attention_kernel import attention_kernel
 from batchgen.kernels.gpu.common import power_of_2
+from batchgen.kernels.gpu.deterministic_list import DeterministicListShape
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.gpu.merge import merge_lists
-from batchgen.kernels.gpu.work_list import (
-    FIELDS,
-    GROUPS,
-    LARGE,
-    SMALL,
-    ListShape,
-    TileSize,
-    WorkList,
-    plan_groups,
-    plan_step,
-)
+from batchgen.kernels.gpu.work_list import FIELDS, GROUPS, LARGE, SMALL, ListShape, TileSize, WorkList
 from batchgen.kernels.merge import PartLists
 from batchgen.kernels.pooled import PooledAttention
 from batchgen.kernels.types import E4M3, AttentionArgs, AttentionBatch, KVPool
@@ -98,16 +90,37 @@ class Heads:
 
 ListKind = tuple[Heads, int | None, bool]
 """Kind of layers that share a list: sizes, window, and whether the list has the prefix groups only."""
+Shape = ListShape | DeterministicListShape
+"""Sizes that the lists of a kind of layers are made for."""
+
+
+class StepLists:
+    """The work lists of a step, each made for the first layer that needs it and shared by all of its kind."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        self._batch = batch
+        self._lists: dict[ListKind, UploadedList] = {}
+
+    def get(self, kind: ListKind, shape: Callable[[], Shape]) -> UploadedList:
+        """The list of layers of a kind; `shape` gives the sizes that it is made for."""
+        if kind not in self._lists:
+            self._lists[kind] = self._make(kind, shape())
+        return self._lists[kind]
+
+    def _make(self, kind: ListKind, shape: Shape) -> UploadedList:
+        return UploadedList.of(shape.plan(self._batch), self._batch.device)
 
 
 class TritonAttention(PooledAttention):
-    """One step's attention (the `PagedAttention` protocol), a few launches per layer. Made for each step.
-
-    The work list is made at the first layer and reused by all layers with the same sizes and window.
-    """
+    """One step's attention (the `PagedAttention` protocol), a few launches per layer."""
 
     def __init__(
-        self, pool: KVPool, batch: AttentionBatch, tuning: ChipTuning | None = None, multiprocessors: int | None = None
+        self,
+        pool: KVPool,
+        batch: AttentionBatch,
+        tuning: ChipTuning | None = None,
+        multiprocessors: int | None = None,
+        lists: StepLists | None = None,
     ) -> None:
         """Attend over `pool`.
 
@@ -116,13 +129,14 @@ class TritonAttention(PooledAttention):
             batch: the step.
             tuning: tile shapes and splits; None: those of the pool's device.
             multiprocessors: their number on the device; None: ask the device.
+            lists: the step's work lists; None: new ones.
         """
         self._pool = pool
         self._batch = batch
         device = batch.slot_mapping.device
         self._tuning = chip_tuning(device) if tuning is None else tuning
         self._multiprocessors = multiprocessors_of(device) if multiprocessors is None else multiprocessors
-        self._lists: dict[ListKind, UploadedList] = {}
+        self._lists = StepLists(batch) if lists is None else lists
 
     def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """Attend over the stored keys and values. See `PagedAttention.attend_stored`.
@@ -168,13 +182,11 @@ class TritonAttention(PooledAttention):
         return self._list(heads, self._pool.keys[layer].dtype, window).work
 
     def _list(self, heads: Heads, dtype: torch.dtype, window: int | None, groups_only: bool = False) -> UploadedList:
-        kind = (heads, window, groups_only)
-        uploaded = self._lists.get(kind)
-        if uploaded is None:
-            shape = list_shape(self._tuning, self._multiprocessors, heads, dtype, self._pool.page_size, window)
-            work = (plan_groups if groups_only else plan_step)(self._batch, shape)
-            uploaded = self._lists[kind] = UploadedList.of(work, self._batch.device)
-        return uploaded
+        def shape() -> ListShape:
+            made = list_shape(self._tuning, self._multiprocessors, heads, dtype, self._pool.page_size, window)
+            return replace(made, groups_only=groups_only)
+
+        return self._lists.get((heads, window, groups_only), shape)
 
 
 def product_dtype(query: Tensor, keys: Tensor) -> torch.dtype:

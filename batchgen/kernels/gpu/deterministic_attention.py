@@ -5,7 +5,6 @@ One specialisation of the kernel serves all work of a step. See `deterministic_l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import gcd
 
 import torch
@@ -13,18 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.chips import AttentionTile, ChipTuning, converts_fp8, fixed_tuning
+from batchgen.kernels.chips import ChipTuning, converts_fp8, fixed_tuning
 from batchgen.kernels.gpu.attention import LOG2_E as LAUNCH_LOG2_E
-from batchgen.kernels.gpu.attention import Heads, block_m, product_dtype
+from batchgen.kernels.gpu.attention import Heads, StepLists, block_m, product_dtype
 from batchgen.kernels.gpu.attention_kernel import LOG2_E, LOWEST, _step
 from batchgen.kernels.gpu.common import power_of_2, rounded
-from batchgen.kernels.gpu.deterministic_list import (
-    FIELDS,
-    DeterministicListShape,
-    DeterministicWorkList,
-    plan_deterministic,
-)
+from batchgen.kernels.gpu.deterministic_list import DeterministicListShape
 from batchgen.kernels.gpu.launch import launch
+from batchgen.kernels.gpu.work_list import FIELDS
 from batchgen.kernels.pooled import PooledAttention
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
 
@@ -121,34 +116,27 @@ def deterministic_attention_kernel(
         tl.store(p_out, rounded(acc, out.dtype.element_ty), mask=m_mv)
 
 
-@dataclass(frozen=True, slots=True)
-class _Uploaded:
-    """A work list and its copy on the device."""
-
-    work: DeterministicWorkList
-    launches: tuple[Tensor, ...]
-    lists: tuple[Tensor, Tensor, Tensor]
-    """rows, positions, pages"""
-
-
 class DeterministicTritonAttention(PooledAttention):
     """One step's attention (the `PagedAttention` protocol): a launch per layer, and one per level of prefix groups.
 
-    Made for each step. All launches of layers with the same sizes and options use one specialisation of the kernel.
+    All launches of layers with the same sizes and options use one specialisation of the kernel.
     """
 
-    def __init__(self, pool: KVPool, batch: AttentionBatch, tuning: ChipTuning | None = None) -> None:
+    def __init__(
+        self, pool: KVPool, batch: AttentionBatch, tuning: ChipTuning | None = None, lists: StepLists | None = None
+    ) -> None:
         """Attend over `pool`.
 
         Args:
             pool: keys and values, on the device of the kernels.
             batch: the step; its groups must be a tree (`plan_deterministic`).
             tuning: tile shapes; None: those of the pool's chip in `chips.toml`, never measured ones.
+            lists: the step's work lists; None: new ones.
         """
         self._pool = pool
         self._batch = batch
         self._tuning = fixed_tuning(batch.slot_mapping.device) if tuning is None else tuning
-        self._lists: dict[tuple[Heads, int | None], _Uploaded] = {}
+        self._lists = StepLists(batch) if lists is None else lists
 
     def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """Attend over the stored keys and values. See `PagedAttention.attend_stored`.
@@ -162,19 +150,20 @@ class DeterministicTritonAttention(PooledAttention):
         assert values.is_contiguous()
         heads = Heads.of(query.shape[1], self._pool, layer)
         tile = heads.tile(self._tuning, "fixed", product_dtype(query, keys))
-        uploaded = self._list(heads, tile, args.window)
-        out = query.new_empty(query.shape[0], heads.heads, heads.value_dim)
-        rows = query.shape[0] - self._batch.decode_start if uploaded.work.saves_states else 0
-        state = query.new_empty(rows, heads.heads, heads.value_dim, dtype=torch.float32)
-        largest, total = (query.new_empty(rows, heads.heads, dtype=torch.float32) for _ in range(2))
         rows_of_tile = block_m(tile, heads)
         packed = min(heads.group, rows_of_tile)
+        shape = DeterministicListShape(self._pool.page_size, args.window, rows_of_tile // packed, tile.keys)
+        uploaded = self._lists.get((heads, args.window, False), lambda: shape)
+        out = query.new_empty(query.shape[0], heads.heads, heads.value_dim)
+        rows = query.shape[0] - self._batch.decode_start if len(uploaded.items) > 1 else 0  # that may save a state
+        state = query.new_empty(rows, heads.heads, heads.value_dim, dtype=torch.float32)
+        largest, total = (query.new_empty(rows, heads.heads, dtype=torch.float32) for _ in range(2))
         cap = args.softcap or 1.0
-        for number, items in enumerate(uploaded.launches):
+        for number, items in enumerate(uploaded.items):
             launch(
                 deterministic_attention_kernel,
-                (uploaded.work.count(number) * heads.kv_heads * -(-heads.group // packed),), query, keys, values, out,
-                state, largest, total, items, *uploaded.lists, args.sinks, *query.stride()[:2],
+                (uploaded.count(number) * heads.kv_heads * -(-heads.group // packed),), query, keys, values, out,
+                state, largest, total, items, *uploaded.lists[:3], args.sinks, *query.stride()[:2],
                 self._batch.decode_start, args.window or 0, args.scale * LAUNCH_LOG2_E, args.scale / cap,
                 cap * LAUNCH_LOG2_E,
                 HEADS=heads.heads, KV_HEADS=heads.kv_heads, KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim,
@@ -185,22 +174,3 @@ class DeterministicTritonAttention(PooledAttention):
                 NATIVE=converts_fp8(keys.device), num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
         return out
-
-    def work(self, layer: int, num_heads: int, window: int | None = None) -> DeterministicWorkList:
-        """The work list of a layer's step, for counters."""
-        heads = Heads.of(num_heads, self._pool, layer)
-        return self._list(heads, heads.tile(self._tuning, "fixed", self._pool.keys[layer].dtype), window).work
-
-    def _list(self, heads: Heads, tile: AttentionTile, window: int | None) -> _Uploaded:
-        uploaded = self._lists.get((heads, window))
-        if uploaded is None:
-            rows = block_m(tile, heads)
-            queries = rows // min(heads.group, rows)
-            work = plan_deterministic(
-                self._batch, DeterministicListShape(self._pool.page_size, window, queries, tile.keys)
-            )
-            [packed] = self._batch.device.upload(work.packed)
-            launches = tuple(packed[x] for x in work.launches)
-            lists = packed[work.rows], packed[work.positions], packed[work.pages]
-            uploaded = self._lists[heads, window] = _Uploaded(work, launches, lists)
-        return uploaded

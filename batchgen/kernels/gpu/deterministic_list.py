@@ -17,11 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchgen.kernels.attention.work_items import Words, token_positions
+from batchgen.kernels.attention.work_items import token_positions
+from batchgen.kernels.gpu.work_list import FIELDS, WorkList, pack
 from batchgen.kernels.types import AttentionBatch, Ints
-
-FIELDS = 12
-"""int32 fields per item: `_NAMES`, then padding to a multiple of 16 bytes."""
 
 _NAMES = (
     "rows_at",  # the item's tokens are rows[rows_at : rows_at + count]
@@ -34,8 +32,7 @@ _NAMES = (
     "resumed",  # whether the tokens continue from a saved state
     "saves_state",  # whether the tokens save their state instead of a result
 )
-_ALIGNMENT = 4
-"""int32 numbers that sections are aligned to (16 bytes), so that no step compiles another specialisation."""
+_NONE = slice(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,50 +46,30 @@ class DeterministicListShape:
     keys: int
     """Positions per step."""
 
-
-@dataclass(frozen=True, slots=True)
-class DeterministicWorkList:
-    """The items of a step, and the arrays that they index."""
-
-    packed: Words
-    """All sections, concatenated."""
-    launches: tuple[slice, ...]
-    """By launch: its items in `packed`, `FIELDS` numbers each."""
-    rows: slice
-    positions: slice
-    """[T]: absolute position of each token."""
-    pages: slice
-    keys_read: int
-    """Positions loaded, summed over items."""
-    saves_states: bool
-    """Whether any item saves a state, so that room for the decode rows' states is needed."""
-
-    def count(self, launch: int) -> int:
-        """Number of items of a launch."""
-        section = self.launches[launch]
-        return int(section.stop - section.start) // FIELDS
+    def plan(self, batch: AttentionBatch, tokens: int | None = None) -> WorkList:
+        """The work list of a step. See `plan_deterministic`."""
+        return plan_deterministic(batch, self, tokens)
 
 
-def plan_deterministic(batch: AttentionBatch, shape: DeterministicListShape) -> DeterministicWorkList:
-    """The work list of a step.
+def plan_deterministic(batch: AttentionBatch, shape: DeterministicListShape, tokens: int | None = None) -> WorkList:
+    """The work list of a step, of `tokens` flat tokens if given; tokens past the batch's are in no item.
 
     Groups must form a tree: a row's groups are adjacent from position 0 to its own pages, and rows that share a group
     share everything before it.
     """
-    planner = _Planner(batch, shape)
+    planner = _Planner(batch, shape, batch.slot_mapping.shape[0] if tokens is None else tokens)
     levels = planner.groups()
     return planner.pack([*levels, [*planner.chunks(), *planner.decodes()]])
 
 
 class _Planner:
-    def __init__(self, batch: AttentionBatch, shape: DeterministicListShape) -> None:
+    def __init__(self, batch: AttentionBatch, shape: DeterministicListShape, tokens: int) -> None:
         self._batch = batch
         self._shape = shape
-        self._tokens = batch.slot_mapping.shape[0]
-        self._positions = token_positions(batch, self._tokens)
+        self._positions = token_positions(batch, tokens)
         rows = 0 if batch.decode_lens is None else len(batch.decode_lens)
-        self._rows: list[Ints] = [np.arange(self._tokens)]
-        self._rows_end = self._tokens
+        self._rows: list[Ints] = [np.arange(tokens)]
+        self._rows_end = tokens
         self._pages: list[Ints] = []
         self._pages_end = 0
         # Of each decode row, after the groups so far: the end position, the number of groups, and the last pages.
@@ -154,7 +131,7 @@ class _Planner:
         batch, size = self._batch, self._shape.page_size
         if batch.decode_pages is None or batch.decode_own_start is None:
             return
-        assert (self._ends == np.where(self._ends, batch.decode_own_start, 0)).all(), "own pages follow the groups'"
+        assert (self._ends == batch.decode_own_start).all(), "own pages follow the groups'"
         rows, kept = batch.decode_pages.shape[0], self._tails.shape[1]
         tables = np.concatenate((self._tails, batch.decode_pages), axis=1)
         page_at = self._add_pages(tables.reshape(-1)) + np.arange(rows) * tables.shape[1]
@@ -190,7 +167,7 @@ class _Planner:
         table: Ints = np.stack(np.broadcast_arrays(*columns), axis=1)
         return table
 
-    def pack(self, launches: list[list[Ints]]) -> DeterministicWorkList:
+    def pack(self, launches: list[list[Ints]]) -> WorkList:
         """Sort each launch's items by length and pack all sections."""
         tables = []
         for items in launches:
@@ -200,15 +177,21 @@ class _Planner:
             table[:, : len(_NAMES)] = joined
             tables.append(table)
         pages = np.concatenate(self._pages) if self._pages else np.empty(0, np.int64)
-        sections = [*(table.reshape(-1) for table in tables), np.concatenate(self._rows), self._positions, pages]
-        lengths = np.array([len(section) for section in sections])
-        room = -(-lengths // _ALIGNMENT) * _ALIGNMENT
-        starts = np.cumsum(room) - room
-        packed = np.zeros(int(room.sum()), np.int32)
-        places = [slice(int(at), int(at + length)) for at, length in zip(starts, lengths, strict=True)]
-        for section, place in zip(sections, places, strict=True):
-            packed[place] = section
+        packed, places = pack(
+            [*(table.reshape(-1) for table in tables), np.concatenate(self._rows), self._positions, pages]
+        )
         *items_at, rows, positions, page_table = places
         whole = np.concatenate(tables)
-        read = int(np.maximum(whole[:, 6] - np.maximum(whole[:, 4], whole[:, 5]), 0).sum())
-        return DeterministicWorkList(packed, tuple(items_at), rows, positions, page_table, read, len(launches) > 1)
+        return WorkList(
+            packed=packed,
+            items=tuple(items_at),
+            rows=rows,
+            positions=positions,
+            pages=page_table,
+            parts=_NONE,
+            merges=(_NONE, _NONE, _NONE),
+            num_parts=0,
+            keys_read=int(np.maximum(whole[:, 6] - np.maximum(whole[:, 4], whole[:, 5]), 0).sum()),
+            padded_rows=int((self._shape.queries - whole[:, 1]).sum()),
+            direct=0,
+        )

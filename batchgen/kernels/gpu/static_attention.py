@@ -8,7 +8,9 @@ large enough.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -16,18 +18,11 @@ from torch import Tensor
 
 from batchgen.kernels import types
 from batchgen.kernels.attention.work_items import Words
-from batchgen.kernels.chips import ChipTuning
 from batchgen.kernels.device import Device
-from batchgen.kernels.gpu.attention import (
-    Heads,
-    ListKind,
-    TritonAttention,
-    UploadedList,
-    list_shape,
-    multiprocessors_of,
-)
-from batchgen.kernels.gpu.work_list import FIELDS, GROUPS, LARGE, SMALL, ListShape, WorkList, plan_step
-from batchgen.kernels.types import AttentionBatch, KVPool
+from batchgen.kernels.gpu.attention import ListKind, Shape, StepLists, TritonAttention, UploadedList
+from batchgen.kernels.gpu.work_list import FIELDS, WorkList
+from batchgen.kernels.pooled import PooledAttention
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool, PagedAttention
 
 _LEAST_ITEMS = 16
 """Least grid of groups: programs without work cost little, further graphs more."""
@@ -42,8 +37,8 @@ _ROWS_AT, _COUNT, _PART_AT = 0, 1, 8
 class Capacity:
     """Sizes that a static list has room for."""
 
-    items: tuple[int, int, int]
-    """By launch: the grid."""
+    items: tuple[int, ...]
+    """By launch: the grid. The last one is that of the decode rows."""
     merges: int
     """Tokens of the merge launch; 0: no merge launch."""
     tokens: int
@@ -53,16 +48,11 @@ class Capacity:
     pages: int
 
     @staticmethod
-    def of(work: WorkList, tokens: int, split_items: int) -> Capacity:
-        """Room for a step's list and for similar ones.
-
-        Args:
-            work: the list of a decode-only step.
-            tokens: its flat tokens, padding included.
-            split_items: most items by which splitting long runs exceeds the rows (`TileSize.wanted`).
-        """
+    def of(work: WorkList) -> Capacity:
+        """Room for the list of a decode-only step and for similar ones."""
+        tokens = _length(work.positions)
         return Capacity(
-            items=(_grid(work.count(LARGE)), _grid(work.count(GROUPS)), tokens + split_items),
+            items=(*(_grid(work.count(number)) for number in range(len(work.items) - 1)), tokens + work.split_items),
             merges=tokens if work.num_merges else 0,
             tokens=tokens,
             rows=_power(_length(work.rows)),
@@ -78,11 +68,11 @@ class Capacity:
     def holds(self, other: Capacity) -> bool:
         """Whether a list that needs the other capacity fits this one's launches and sections: the rest does nothing."""
         small = other.rows <= self.rows and other.parts <= self.parts and other.pages // 2 <= self.pages
-        grids = zip((*self.items, self.merges), (*other.items, other.merges), strict=True)
+        grids = zip_longest((self.merges, *self.items[:-1]), (other.merges, *other.items[:-1]), fillvalue=0)
         return small and self.tokens == other.tokens and all(own >= needed for own, needed in grids)
 
     def sections(self) -> list[slice]:
-        """Slices of: items of the three launches, merges' tokens, starts and counts, positions, rows, parts, pages.
+        """Slices of: items of each launch, merges' tokens, starts and counts, positions, rows, parts, pages.
 
         Pages are last, so that their unused room need not be uploaded.
         """
@@ -100,24 +90,27 @@ def pack_static(work: WorkList, capacity: Capacity, rows: int) -> Words:
 
     Args:
         work: the list, of `capacity.tokens` tokens.
-        capacity: sizes that hold it.
+        capacity: sizes that hold it. Launches that the list does not have, before its last one, stay empty.
         rows: decode rows of the step. Tokens from there on are padding: items without keys write zeros for them.
     """
     *fixed, pages = capacity.sections()
+    last = len(capacity.items) - 1
     used = _length(work.pages)
     packed = np.zeros(pages.start + used, np.int32)
-    sections = [*work.items, *work.merges, work.positions, work.rows, work.parts, work.pages]
+    *shared, own = work.items
+    shared += [slice(0, 0)] * (last - len(shared))
+    sections = [*shared, own, *work.merges, work.positions, work.rows, work.parts, work.pages]
     for section, place in zip(sections, [*fixed, pages], strict=True):
         length = _length(section)
         assert length <= place.stop - place.start, "the list is larger than its section"
         packed[place.start : place.start + length] = work.packed[section]
-    merged = fixed[SMALL + 1]
+    merged = fixed[last + 1]
     packed[merged.start + work.num_merges : merged.stop] = -1
-    padding = packed[fixed[SMALL]].reshape(-1, FIELDS)[work.count(SMALL) :][: capacity.tokens - rows]
+    padding = packed[fixed[last]].reshape(-1, FIELDS)[work.count(-1) :][: capacity.tokens - rows]
     assert len(padding) == capacity.tokens - rows
     padding[:, _ROWS_AT] = np.arange(rows, capacity.tokens)
     padding[:, _COUNT] = 1
-    padding[:, _PART_AT] = -1
+    padding[:, _PART_AT] = work.direct
     return packed
 
 
@@ -154,15 +147,12 @@ class StaticPlanner:
     The kinds of lists that a model's layers need are learned from the first step that runs.
     """
 
-    def __init__(
-        self, pool: KVPool, device: Device, tuning: ChipTuning | None = None, multiprocessors: int | None = None
-    ) -> None:
-        """Plan over `pool`, upload through `device`; `tuning` and `multiprocessors` as in `TritonAttention`."""
+    def __init__(self, pool: KVPool, device: Device, make: Callable[..., PagedAttention] = TritonAttention) -> None:
+        """Plan over `pool`, upload through `device`; `make(pool, batch, lists=...)` gives the attention of a step."""
         self.pool = pool
         self.device = device
-        self.tuning = tuning
-        self._multiprocessors = multiprocessors_of(device.torch_device) if multiprocessors is None else multiprocessors
-        self._shapes: dict[ListKind, ListShape] = {}
+        self.make = make
+        self._shapes: dict[ListKind, Shape] = {}
 
     def plan(self, batch: AttentionBatch, tokens: int) -> DecodeWork:
         """Plan a step.
@@ -179,40 +169,36 @@ class StaticPlanner:
         """Static attention of tokens whose keys and values go to `slots` [tokens] int64, filled with `work`."""
         assert isinstance(work, DecodeWork)
         assert slots.shape[0] == work.tokens
-        return StaticAttention(self, slots, work, self._multiprocessors)
+        return StaticAttention(self, slots, work)
 
-    def learn(self, kind: ListKind, shape: ListShape, work: DecodeWork) -> tuple[WorkList, Capacity]:
+    def learn(self, kind: ListKind, shape: Shape, work: DecodeWork) -> tuple[WorkList, Capacity]:
         """Register a kind of list that a layer needs, and plan it for the step."""
         self._shapes[kind] = shape
         return self._plan(kind, work.batch, work.tokens)
 
     def _plan(self, kind: ListKind, batch: AttentionBatch, tokens: int) -> tuple[WorkList, Capacity]:
-        shape = self._shapes[kind]
-        work = plan_step(batch, shape, tokens)
-        return work, Capacity.of(work, tokens, shape.small.wanted)
+        work = self._shapes[kind].plan(batch, tokens)
+        return work, Capacity.of(work)
 
 
-class StaticAttention(TritonAttention):
-    """Attention with fixed addresses of everything that its launches read (the `StaticAttention` protocol)."""
+class _StaticLists(StepLists):
+    """Work lists at fixed addresses, with room for those of other steps."""
 
-    def __init__(self, planner: StaticPlanner, slots: Tensor, work: DecodeWork, multiprocessors: int) -> None:
-        """See `StaticPlanner.attention`."""
-        batch = AttentionBatch(slots, uploader=planner.device)
-        super().__init__(planner.pool, batch, planner.tuning, multiprocessors)
+    def __init__(self, planner: StaticPlanner, batch: AttentionBatch, work: DecodeWork) -> None:
+        super().__init__(batch)
         self._planner = planner
         self._work = work
         self._places: dict[ListKind, tuple[Capacity, Tensor]] = {}
-        for kind, (listed, capacity) in work.lists.items():
-            self._make(kind, listed, capacity)
+        for kind, planned in work.lists.items():
+            self._lists[kind] = self._place(kind, *planned)
 
     @property
     def launches(self) -> tuple[tuple[int, ...], ...]:
         """Grids of all launches, as in `DecodeWork.launches`."""
         return tuple(capacity.launches for capacity, _ in self._places.values())
 
-    def refill(self, work: types.DecodeWork) -> bool:
+    def refill(self, work: DecodeWork) -> bool:
         """Upload the next step's lists; False, with nothing changed, if they do not fit."""
-        assert isinstance(work, DecodeWork)
         if work.lists.keys() != self._places.keys():
             return False
         if not all(self._places[kind][0].holds(needed) for kind, (_, needed) in work.lists.items()):
@@ -223,32 +209,50 @@ class StaticAttention(TritonAttention):
             self._fill(kind, listed)
         return True
 
-    def _list(self, heads: Heads, dtype: torch.dtype, window: int | None, groups_only: bool = False) -> UploadedList:
-        assert not groups_only, "partial results of prefixes are not supported inside graphs"
+    def _make(self, kind: ListKind, shape: Shape) -> UploadedList:
+        assert not kind[2], "partial results of prefixes are not supported inside graphs"
+        return self._place(kind, *self._planner.learn(kind, shape, self._work))
 
-        kind = (heads, window, groups_only)
-        if kind not in self._lists:
-            shape = list_shape(self._tuning, self._multiprocessors, heads, dtype, self._pool.page_size, window)
-            self._make(kind, *self._planner.learn(kind, shape, self._work))
-        return self._lists[kind]
-
-    def _make(self, kind: ListKind, work: WorkList, capacity: Capacity) -> None:
+    def _place(self, kind: ListKind, work: WorkList, capacity: Capacity) -> UploadedList:
         sections = capacity.sections()
-        device = self._planner.device.torch_device
-        packed = torch.zeros(sections[-1].stop, dtype=torch.int32, device=device)
-        large, groups, small, tokens, starts, counts, positions, rows, parts, pages = (packed[s] for s in sections)
+        packed = torch.zeros(sections[-1].stop, dtype=torch.int32, device=self._planner.device.torch_device)
+        *items, tokens, starts, counts, positions, rows, parts, pages = (packed[s] for s in sections)
         self._places[kind] = (capacity, packed)
-        self._lists[kind] = UploadedList(
+        self._fill(kind, work)
+        return UploadedList(
             work,
-            items=(large, groups, small),
+            items=tuple(items),
             lists=(rows, positions, pages, parts),
             merges=(tokens, starts, counts),
             num_parts=capacity.parts,
         )
-        self._fill(kind, work)
 
     def _fill(self, kind: ListKind, work: WorkList) -> None:
         capacity, packed = self._places[kind]
         lens = self._work.batch.decode_lens
         rows = 0 if lens is None else len(lens)
         self._planner.device.upload_into(pack_static(work, capacity, rows), packed)
+
+
+class StaticAttention(PooledAttention):
+    """Attention with fixed addresses of everything that its launches read (the `StaticAttention` protocol)."""
+
+    def __init__(self, planner: StaticPlanner, slots: Tensor, work: DecodeWork) -> None:
+        """See `StaticPlanner.attention`."""
+        self._pool, self._batch = planner.pool, AttentionBatch(slots, uploader=planner.device)
+        self._lists = _StaticLists(planner, self._batch, work)
+        self._attention = planner.make(self._pool, self._batch, lists=self._lists)
+
+    @property
+    def launches(self) -> tuple[tuple[int, ...], ...]:
+        """Grids of all launches, as in `DecodeWork.launches`."""
+        return self._lists.launches
+
+    def refill(self, work: types.DecodeWork) -> bool:
+        """Upload the next step's lists; False, with nothing changed, if they do not fit."""
+        assert isinstance(work, DecodeWork)
+        return self._lists.refill(work)
+
+    def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
+        """Attend over the stored keys and values. See `PagedAttention.attend_stored`."""
+        return self._attention.attend_stored(layer, query, args)

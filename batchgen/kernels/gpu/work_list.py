@@ -69,6 +69,12 @@ class ListShape:
     window: int | None
     large: TileSize
     small: TileSize
+    groups_only: bool = False
+    """Whether a list has the prefix groups only."""
+
+    def plan(self, batch: AttentionBatch, tokens: int | None = None) -> WorkList:
+        """The work list of a step. See `plan_step` and `plan_groups`."""
+        return plan_groups(batch, self) if self.groups_only else plan_step(batch, self, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class WorkList:
 
     packed: Words
     """All sections, concatenated."""
-    items: tuple[slice, slice, slice]
+    items: tuple[slice, ...]
     """By launch: its items in `packed`, `FIELDS` numbers each."""
     rows: slice
     positions: slice
@@ -92,6 +98,10 @@ class WorkList:
     """Positions loaded, summed over items; times kv heads and head sizes, the traffic of one layer."""
     padded_rows: int
     """Query slots of tiles without a token."""
+    split_items: int = 0
+    """Most items by which the last launch exceeds the decode rows, because long runs are split."""
+    direct: int = -1
+    """Field 8 of items whose results are written to the output (`part_at`)."""
 
     def count(self, launch: int) -> int:
         """Number of items of a launch."""
@@ -146,7 +156,7 @@ def _finish(planner: ItemPlanner, shape: ListShape, merge_from: int | None = Non
         *(table[a:b].reshape(-1) for a, b in pairwise(ends)),
         rows, planner.positions, planner.pages(), parts.by_token, *parts.merges,
     ]  # fmt: skip
-    packed, at = _pack(sections)
+    packed, at = pack(sections)
     taken = np.array([size.queries for size in sizes]) * np.diff(ends)
     return WorkList(
         packed=packed,
@@ -159,6 +169,7 @@ def _finish(planner: ItemPlanner, shape: ListShape, merge_from: int | None = Non
         num_parts=len(parts.by_token),
         keys_read=int((items.end - items.first).sum()),
         padded_rows=int(taken.sum() - items.count.sum()),
+        split_items=shape.small.wanted,
     )
 
 
@@ -261,7 +272,8 @@ def _split(tiles: Items, size: TileSize) -> tuple[Items, Flags]:
     return items.take(order), (parts > 1)[of][order]
 
 
-def _pack(sections: list[npt.NDArray[Any]]) -> tuple[Words, list[slice]]:
+def pack(sections: list[npt.NDArray[Any]]) -> tuple[Words, list[slice]]:
+    """Concatenate sections, aligned, as int32; returns the array and the place of each."""
     lengths = [len(section) for section in sections]
     starts = [0]
     for length in lengths:

@@ -16,13 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.kernels.gpu.deterministic_list import (
-    FIELDS,
-    DeterministicListShape,
-    DeterministicWorkList,
-    plan_deterministic,
-)
+from batchgen.kernels.gpu.deterministic_list import DeterministicListShape, plan_deterministic
 from batchgen.kernels.gpu.launch import recording
+from batchgen.kernels.gpu.work_list import FIELDS, WorkList
 from batchgen.kernels.types import AttentionBatch, ChunkPages
 from tests.cases import examples
 from tests.kernels.oracle import visible_slots
@@ -86,18 +82,18 @@ def test_a_token_is_the_same_alone(
 # The lists.
 
 
-def items_of(work: DeterministicWorkList, launch: int) -> list[list[int]]:
-    return work.packed[work.launches[launch]].reshape(-1, FIELDS)[:, :9].tolist()
+def items_of(work: WorkList, launch: int) -> list[list[int]]:
+    return work.packed[work.items[launch]].reshape(-1, FIELDS)[:, :9].tolist()
 
 
 def steps_of_tokens(
-    batch: AttentionBatch, work: DeterministicWorkList, shape: DeterministicListShape
+    batch: AttentionBatch, work: WorkList, shape: DeterministicListShape
 ) -> list[list[tuple[int, list[int]]]]:
     """By token, in order: the start of each step that shows it any key, and the pool slots of these keys."""
     pages, rows, positions = (work.packed[s] for s in (work.pages, work.rows, work.positions))
     seen: list[list[tuple[int, list[int]]]] = [[] for _ in range(batch.slot_mapping.shape[0])]
     aside, done = set(), set()
-    for launch in range(len(work.launches)):
+    for launch in range(len(work.items)):
         for rows_at, count, page_at, base, first, begin, end, resumed, saves_state in items_of(work, launch):
             assert 1 <= count <= shape.queries
             assert begin % shape.keys == 0
@@ -160,17 +156,17 @@ def test_a_group_s_whole_steps_are_computed_once(pages: int, items: list[Any], k
     b = StepBuilder(Shape(4, 2))
     b.group([b.decode(20, own_start=16 * pages) for _ in range(6)], 0, pages)
     work = plan_deterministic(b.build().batch, DeterministicListShape(16, None, 8, 32))
-    assert [[item[5:] for item in items_of(work, launch)] for launch in range(len(work.launches))] == items
-    assert (work.keys_read, work.saves_states) == (keys_read, pages > 1)
+    assert [[item[5:] for item in items_of(work, launch)] for launch in range(len(work.items))] == items
+    assert (work.keys_read, len(work.items)) == (keys_read, 1 + (pages > 1))
 
 
 def test_sections_begin_at_multiples_of_16_bytes_and_the_longest_items_come_first() -> None:
     work = plan_deterministic(
         any_batch([(7, 2, 0), (30, 9, 0)], [(5, 0), (3, 1), (9, 2)], 5, 0), DeterministicListShape(5, None, 8, 16)
     )
-    for section in (*work.launches, work.rows, work.positions, work.pages):
+    for section in (*work.items, work.rows, work.positions, work.pages):
         assert section.start % 4 == 0
-    for launch in range(len(work.launches)):
+    for launch in range(len(work.items)):
         assert (np.diff([item[6] - item[5] for item in items_of(work, launch)]) <= 0).all()
 
 
