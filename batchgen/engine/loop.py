@@ -169,6 +169,7 @@ class Loop:
             self._top if returned else None,
             int((np.diff(table.offsets)[live] + workload.max_tokens[live]).max()) - 1,
             shared * page_size,
+            workload.adapter is not None and bool((workload.adapter[live] >= 0).any()),
         )
 
     def _steps(self, stop: Callable[[], bool], deferred_gc: DeferredGC) -> Iterator[list[Completion]]:

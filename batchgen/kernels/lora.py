@@ -182,10 +182,7 @@ def lora_step(adapters: npt.NDArray[np.signedinteger[Any]], device: Device) -> L
     only = int(adapters[0]) if (adapters == adapters[0]).all() else None
     if only == -1:
         return None
-    tokens = np.bincount(adapters + 1)  # counts: no adapter, adapter 0, ...
-    order = np.argsort(adapters, kind="stable")[tokens[0] :]
-    used = np.flatnonzero(tokens[1:]).tolist()
-    counts = tokens[1:][used].tolist()
+    order, used, counts = _by_adapter(adapters)
     tiles, rows = _cut(used, counts)
     sent, sent_tiles = device.upload(order, tiles)
     all_tiles = LoraTiles(sent, sent_tiles, rows)
@@ -194,14 +191,48 @@ def lora_step(adapters: npt.NDArray[np.signedinteger[Any]], device: Device) -> L
     return LoraStep(_segments(used, counts, sent), all_tiles)
 
 
+def static_tiles(columns: Tensor, tokens: int, adapters: int) -> LoraTiles:
+    """Tiles at fixed addresses, enough for any step of up to `tokens` tokens and `adapters` adapters.
+
+    `columns`: [4, W] int64 on the device, W at least `tokens`, where each step's `tile_columns` are written.
+    """
+    rows = _tile_height(tokens, adapters)
+    most = (tokens + min(tokens, adapters) * (rows - 1)) // rows  # the last tile of each adapter may have one token
+    return LoraTiles(columns[0, :tokens], columns[1:].view(-1, 3)[:most], rows)
+
+
+def tile_columns(adapters: npt.NDArray[np.signedinteger[Any]], rows: int, width: int) -> Int64:
+    """[4, W = width] a step's order and its tiles [W, 3], both padded with zeros.
+
+    `adapters`: as in `lora_step`, with at least one; `rows`: most tokens of a tile.
+    """
+    order, used, counts = _by_adapter(adapters)
+    (tiles, _), columns = _cut(used, counts, rows), np.zeros((4, width), np.int64)
+    columns[0, : len(order)] = order
+    columns[1:].reshape(-1, 3)[: len(tiles)] = tiles
+    return columns
+
+
+def _by_adapter(adapters: npt.NDArray[np.signedinteger[Any]]) -> tuple[Int64, list[int], list[int]]:
+    """The tokens with an adapter, by adapter and in order; the adapters that they have; the tokens of each."""
+    tokens = np.bincount(adapters + 1)  # counts: no adapter, adapter 0, ...
+    used = np.flatnonzero(tokens[1:]).tolist()
+    return np.argsort(adapters, kind="stable")[tokens[0] :], used, tokens[1:][used].tolist()
+
+
 def _segments(adapters: list[int], counts: list[int], order: Tensor) -> tuple[LoraSegment, ...]:
     parts = torch.split(order, counts)
     return tuple(LoraSegment(adapter, part) for adapter, part in zip(adapters, parts, strict=True))
 
 
-def _cut(adapters: list[int], counts: list[int]) -> tuple[Int64, int]:
-    """Tiles [M, 3] of adjacent segments, and the most tokens of a tile."""
-    rows = TALL_TILE if sum(counts) >= TALL_TILE * len(counts) else _SHORT_TILE
+def _tile_height(tokens: int, adapters: int) -> int:
+    """Most tokens of a tile where adapters have so many tokens together."""
+    return TALL_TILE if tokens >= TALL_TILE * adapters else _SHORT_TILE
+
+
+def _cut(adapters: list[int], counts: list[int], height: int | None = None) -> tuple[Int64, int]:
+    """Tiles [M, 3] of adjacent segments, and the most tokens of a tile: `height`, or what suits them."""
+    rows = height or _tile_height(sum(counts), len(counts))
     sizes = np.asarray(counts, np.int64)
     each = -(-sizes // rows)  # tiles of each segment
     segment = np.repeat(np.arange(len(counts)), each)

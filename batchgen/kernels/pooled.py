@@ -94,14 +94,16 @@ _TOGETHER: Final = 64
 def copy_pages(pool: KVPool, copies: Tensor) -> None:
     """Copy the first positions of pages to other pages, in every layer, for rows that continue from within a page.
 
-    Whole pages are copied: positions of a target past the requested ones are not in use yet.
+    Other positions of a target stay as they are: rows may attend to them, where a prefix is computed once more.
 
     Args:
         pool: on any device.
         copies: [n, 3] int64 on the pool's device: source page, target page, number of positions from the page's start.
             Applied in order: a page may be a target after it was a source, but not before.
     """
+    places = torch.arange(pool.page_size, device=copies.device)
     for at in range(0, len(copies), _TOGETHER):
-        sources, targets = copies[at : at + _TOGETHER, 0], copies[at : at + _TOGETHER, 1]
+        sources, targets, counts = copies[at : at + _TOGETHER].T[..., None]  # [n, 1] each
+        sources = torch.where(places < counts, sources, targets)  # [n, S]: the others are copied to themselves
         for cache in pool.caches:
-            cache[targets] = cache[sources]
+            cache[targets, places] = cache[sources, places]

@@ -72,6 +72,8 @@ class ModelSpec:
     """Whether an adapter changes the head."""
     plain_adapters: bool = True
     """Whether adapters change linear layers of the decoder alone."""
+    tiled_adapters: bool = True
+    """Whether all that adapters change are sums to which `Ops.add_lora` adds, so that a step's `LoraTiles` suffice."""
     context_reason: str = ""
     """Why the context ends before that of the configuration or of the user does; empty: it does not."""
     num_heads: int = 1

@@ -28,6 +28,7 @@ __all__ = [
     "SampleRows",
     "SequenceStart",
     "StepPlan",
+    "split_decodes",
     "split_plan",
 ]
 
@@ -158,6 +159,18 @@ def split_plan(
         group_pages=plan.group_pages,
     )
     return first, second
+
+
+def split_decodes(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
+    """Split a plan with chunks into its decode rows, which all sample, and the rest: run in this order, they equal it.
+
+    Rows and chunks read what earlier steps have stored and what they store themselves, so none waits for another.
+    `starts` and `copies` belong to the first part.
+    """
+    rows = len(plan.decodes)
+    decodes = replace(plan, prefills=[], samples=SampleRows(plan.decodes.sequence_ids, np.arange(rows)))
+    rest = plan.samples[: len(plan.samples) - rows]
+    return decodes, StepPlan(prefills=plan.prefills, samples=rest, group_pages=plan.group_pages)
 
 
 def _outside_spans(chunks: list[PrefillChunk], at: int, spans: Spans) -> int:

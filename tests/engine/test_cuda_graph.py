@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,12 +22,15 @@ from batchgen.errors import DeviceError
 from batchgen.kernels.device import Graph
 from batchgen.kernels.types import Graphs
 from batchgen.models.base import ModelInput, Numbers
+from batchgen.plan.scheduler import Scheduler
+from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
 from tests.engine.fake_device import LateDevice
 from tests.engine.reference import assert_all_same, save_with_words
 from tests.engine.test_deterministic import result_bits
 from tests.engine.test_hybrid import TYPES
 from tests.gpu.interpreted import fix_row_summation_order
+from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import VOCAB
 
 SHARED, STEM = [5, 6, 7, 8], [9, 10, 11, 12]
@@ -100,7 +104,7 @@ def test_plain_rows_are_sampled_inside_graphs(tmp_path: Path) -> None:
     """The first step of each size runs eagerly, the second is captured, the others are replays."""
     device, counts = check(model_folder(tmp_path, "qwen3", layers=2), rows())
     steps = counts["graph_first"] + counts["graph_replays"]
-    assert steps == max(LENGTHS) - 1, "all steps but the first, which computes the prompts"
+    assert steps == max(LENGTHS), "all steps but the first: the second computes the other prompts behind a graph"
     assert counts["graph_captures"] <= counts["graph_first"] < steps, "captured once per kind, at its second step"
     assert counts["graph_replays"] >= 2
     assert counts["graph_padded"] > 0, "5 rows are padded to 8, 3 to 4"
@@ -166,6 +170,142 @@ def test_logprobs_of_plain_rows_are_computed_inside_graphs(tmp_path: Path) -> No
     assert counts["graph_replays"] > counts["graph_captures"] > 0
     assert len(calls) <= last.loop.state.steps - counts["graph_replays"] + counts["graph_captures"], "none per replay"
     assert calls[-1] == 7
+
+
+def replayed(
+    folder: Path, work: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[int, int, int]:
+    """Steps with decode rows of a run with graphs, whose results equal those of a run without.
+
+    Of those: steps whose rows were replayed, and those that were the first of their kind; all of them.
+    """
+    decoding: list[bool] = []
+    plan_step = Scheduler.step
+
+    def step(scheduler: Scheduler) -> StepPlan | None:
+        plan = plan_step(scheduler)
+        decoding.append(plan is not None and len(plan.decodes) > 0)
+        return plan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "step", step)
+        got, device, last = run(folder, work, **options)
+    assert_all_same(got, without_graphs(folder, work, **options))
+    assert last.loop.notes == []
+    return device.counts.replays, last.loop.counts()["graph_first"], sum(decoding)
+
+
+def short_rows(prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Greedy and sampled rows of 4 to 12 tokens."""
+    rng = np.random.default_rng(4)
+    lengths = rng.integers(4, 13, len(prompts)).tolist()
+    return [
+        {"input_ids": ids, "max_new_tokens": n, "ignore_eos": True, "temperature": 0.9 * (i % 2), "seed": i}
+        for i, (ids, n) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+
+
+def distinct(count: int) -> list[list[int]]:
+    """Prompts of 2 to 6 ids that share no prefix."""
+    rng = np.random.default_rng(5)
+    return [[3 + i, *rng.integers(3, VOCAB, rng.integers(1, 6)).tolist()] for i in range(count)]
+
+
+def tree(roots: int, stems: int, leaves: int) -> list[list[int]]:
+    """Prompts that share a root, and some a stem; a node ends within a page or with one."""
+    found = []
+    for root in range(roots):
+        for stem in range(stems):
+            for leaf in range(leaves):
+                found.append([3 + root] * (4 + root) + [10 + stem] * (3 + stem) + [20 + leaf, *range(30, 30 + leaf)])
+    return found
+
+
+def test_most_steps_of_short_outputs_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows begin and end in most steps: chunks are launched behind the replay."""
+    replays, _, steps = replayed(model_folder(tmp_path), short_rows(distinct(9)), monkeypatch, max_num_seqs=3)
+    assert replays >= 0.9 * steps > 20
+
+
+def test_most_steps_of_a_tree_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replays, _, steps = replayed(model_folder(tmp_path), short_rows(tree(1, 2, 5)), monkeypatch, max_num_seqs=3)
+    assert replays >= 0.9 * steps > 20
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A model and its adapters."""
+    root = tmp_path_factory.mktemp("adapted")
+    folder = model_folder(root)
+    kinds = {"two": KINDS["two"], "all": KINDS["all"], "dora": {**KINDS["two"], "use_dora": True}}
+    found = {
+        name: str(save_adapter(folder, root / name, seed=i, **kind)) for i, (name, kind) in enumerate(kinds.items())
+    }
+    return folder, found
+
+
+def test_most_steps_with_adapters_replay(adapted: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with one adapter or the other, or none."""
+    folder, found = adapted
+    lora = {name: found[name] for name in ("two", "all")}
+    work = [{**row, "lora_path": (None, "two", "all")[i % 3]} for i, row in enumerate(short_rows(distinct(9)))]
+    replays, _, steps = replayed(folder, work, monkeypatch, max_num_seqs=3, lora=lora)
+    assert replays >= 0.9 * steps > 20
+
+
+def test_steps_with_adapters_that_do_more_than_add_run_eagerly(
+    adapted: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, found = adapted
+    work = [{**row, "lora_path": "dora" if i < 2 else None} for i, row in enumerate(short_rows(distinct(3)))]
+    replays, first, steps = replayed(folder, work[:2], monkeypatch, lora=found)
+    assert replays == first == 0 < steps
+    replays, *_ = replayed(folder, [*work[:2], {**work[2], "max_new_tokens": 16}], monkeypatch, lora=found)
+    assert replays > 0, "the last row has no adapter"
+
+
+def test_few_rows_are_computed_with_many_tokens_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, row, most = model_folder(tmp_path), {"ignore_eos": True, "temperature": 0}, cuda_graph._MOST_CHUNK_TOKENS
+    for length, together in ((most, 0), (most + 1, 1)):
+        work = [{"input_ids": ids, "max_new_tokens": n, **row} for ids, n in (([5], 8), ([6], 2), ([7] * length, 1))]
+        replays, first, steps = replayed(folder, work, monkeypatch, max_num_seqs=2)
+        assert steps - replays - first == together
+
+
+def test_rows_of_all_kinds_begin_behind_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that read earlier tokens on the host, with states, prompt logprobs and several samples."""
+    kinds: list[dict[str, Any]] = [
+        {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0},
+        {"repetition_penalty": 1.4, "bad_words": [[7], [8, 9]], "n": 2},
+        {"return_hidden_states": {"layers": [0, -1], "tokens": "all"}},
+        {"temperature": 1.0, "n": 3},
+        {"min_new_tokens": 3, "stop_token_ids": list(range(3, VOCAB, 2)), "ignore_eos": False},
+    ]
+    work = [{**row, **kinds[i % 5]} for i, row in enumerate(short_rows(tree(1, 1, 5)))]
+    replays, first, steps = replayed(model_folder(tmp_path), work, monkeypatch, max_num_seqs=3)
+    assert replays + first == steps
+
+
+def test_chunks_that_do_not_fit_behind_a_graph_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode rows in front of them are not run again."""
+    folder, work = model_folder(tmp_path), short_rows(distinct(5))
+    want, full = without_graphs(folder, work, max_num_seqs=3), itertools.count()
+
+    def fill(engine: Engine) -> None:
+        hidden = engine.model.hidden
+
+        def full_once(inputs: ModelInput) -> Tensor:
+            decodes = getattr(inputs.attention, "launches", None) is not None
+            if not decodes and next(full) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return hidden(inputs)
+
+        engine.model.hidden = full_once  # type: ignore[method-assign]
+
+    got, device, last = run(folder, work, meanwhile=fill, max_num_seqs=3)
+    assert_all_same(got, want)
+    assert last.scheduler.stats.oom_retries == 1
+    assert device.counts.replays > 0
 
 
 def test_other_logprobs_are_computed_after_graphs(tmp_path: Path) -> None:

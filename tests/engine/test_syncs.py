@@ -198,6 +198,16 @@ def test_no_kind_of_row_waits(model: Path, kinds: list[dict[str, Any]], download
     assert_all_same(job.done, engine.generate(work, ordered=True))
 
 
+def test_chunks_behind_a_graph_do_not_wait(model: Path) -> None:
+    """Rows begin while others decode; the next step reads the tokens of both."""
+    job = run_job(model, rows(FREE[:2] + FREE[3:4], prefix=5), captures=True, max_num_seqs=2)
+    assert all(c.error is None for c in job.done)
+    assert job.counts.replays > 0
+    assert any(step.plan.prefills and len(step.plan.decodes) for step in job.steps)
+    assert job.syncs == []
+    assert all(wait.downloads and not wait.overtook for wait in job.waits[:-1]), "parts are read in order, and late"
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["wait", "early read"])
 def test_a_planted_wait_is_found(model: Path, monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
     draw = SamplingMetadata.sample

@@ -57,10 +57,4 @@ def test_positions_are_copied_in_every_layer(
     torch.set_num_threads(threads)
     monkeypatch.setattr(ops, "_SERIAL_COPIES", 0)
     copy_pages(pool, table)
-    written = {target: positions for _, target, positions in table.tolist()}
-    for ours, theirs in zip(caches, expected, strict=True):
-        for page in range(PAGES):
-            upto = written.get(page, page_size)
-            assert torch.equal(ours[page, :upto], theirs[page, :upto])
-        # PyTorch's version may write whole pages.
-        assert copy_pages is TORCH_OPS.copy_pages or torch.equal(ours, theirs)
+    assert all(map(torch.equal, caches, expected))

@@ -257,13 +257,13 @@ class Simulator:
             assert copy.target != 0
             assert 0 < copy.tokens < self.size
             assert self.memory[copy.source][: copy.tokens] == source[: copy.tokens]
-            self.memory[copy.target] = source[: copy.tokens] + [None] * (self.size - copy.tokens)
+            self.memory[copy.target][: copy.tokens] = source[: copy.tokens]
         if not self.held:
             return
         before = [list(self.window_memory[c.pages[-1][0]]) for c in plan.copies]
         for copy, source in zip(plan.copies, before, strict=True):
             assert 0 not in copy.pages[-1]
-            self.window_memory[copy.pages[-1][1]] = source[: copy.tokens] + [None] * (self.size - copy.tokens)
+            self.window_memory[copy.pages[-1][1]][: copy.tokens] = source[: copy.tokens]
 
     def ids(self, chunk: PrefillChunk) -> list[int]:
         ids = self.prompt_ids[chunk.request]

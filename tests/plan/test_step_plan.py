@@ -18,11 +18,13 @@ from batchgen.plan.step_plan import (
     SampleRows,
     SequenceStart,
     StepPlan,
+    split_decodes,
     split_plan,
 )
 from tests.cases import examples
 from tests.plan.simulator import Simulator
-from tests.plan.test_scheduler import EITHER, columns
+from tests.plan.test_scheduler import EITHER, columns, tight_jobs
+from tests.plan.test_state_slots import hybrid, windows
 
 
 class SplittingSimulator(Simulator):
@@ -109,6 +111,37 @@ def test_parts_are_equivalent_to_the_step(
     sim = SplittingSimulator(prompts, targets, limits, config, keys)
     sim.random, sim.unsplit = random, unsplit
     sim.run()
+
+
+class DecodesFirst(Simulator):
+    """Runs the decode rows of each step in front of its chunks."""
+
+    def execute(self, plan: StepPlan) -> None:
+        if not (plan.prefills and plan.decodes):
+            super().execute(plan)
+            return
+        decodes, rest = split_decodes(plan)
+        assert (decodes.decodes, decodes.groups, rest.prefills) == (plan.decodes, plan.groups, plan.prefills)
+        assert sampled(rest) + sampled(decodes) == sampled(plan)
+        super().execute(decodes)
+        super().execute(rest)
+
+    def count_window_pages(self, plan: StepPlan) -> None:
+        """Those of a part say nothing about the step."""
+
+
+@examples(150)
+@given(tight_jobs(), st.sampled_from([None, 0, 2, 1000]), windows, st.integers(0, 2))
+def test_decode_rows_run_in_front_of_chunks(
+    job: tuple[list[tuple], SchedulerConfig], more: int | None, window: int | None, lag: int
+) -> None:
+    """Also with windows and recurrent states, preemptions and evictions; `more`: spare slots, None without states."""
+    requests, config = job
+    if lag:
+        requests = [(r[0], [max(r[1])] * len(r[1]) if r[1] else [], 0, 0) for r in requests]
+    prompts, targets, limits, keys = columns(requests)
+    config = config if more is None else hybrid(config, more, window)
+    DecodesFirst(prompts, targets, limits, config, keys, lag).run()
 
 
 def test_chunk_is_cut_between_positions() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from batchgen.errors import DeviceError, ErrorCode, ErrorInfo
 from batchgen.plan.spans import Spans
-from batchgen.plan.step_plan import StepPlan, split_plan
+from batchgen.plan.step_plan import StepPlan, split_decodes, split_plan
 from batchgen.plan.tree import PrefixTree
 
 
@@ -70,17 +70,24 @@ class OOMSplitter:
         self._failures = 0
         self._sampled_any = False
 
-    def run(self, plan: StepPlan, run: Callable[[StepPlan], T]) -> list[Part[T]]:
-        """Run a step, in parts if necessary: these in order; their samples, concatenated, are those of the plan.
+    def run(self, plan: StepPlan, run: Callable[[StepPlan], T], *, decodes_first: bool = False) -> list[Part[T]]:
+        """Run a step, in parts if necessary: these in the order in which they ran.
 
-        `run` runs a plan and must not return None. After an error it is called again with parts of the plan: writing
-        keys and values twice is harmless, all other effects must be undone.
+        Args:
+            plan: the step.
+            run: runs a plan and must not return None. After an error it is called again with parts of the plan: writing
+                keys and values twice is harmless, all other effects must be undone.
+            decodes_first: run the decode rows as a part in front of the chunks; else flat tokens and samples keep their
+                order.
 
         Raises:
             DeviceError: several parts failed alone without a sampled token in between.
         """
         parts: list[Part[T]] = []
         waiting = [(plan, 0)]  # (part, its first flat token in the step)
+        if decodes_first:
+            decodes, chunks = split_decodes(plan)
+            waiting = [(chunks, 0), (decodes, chunks.tokens)]
         skipped = range(0)  # flat tokens of a chunk whose start failed
         tries, failed = self.retries, 0
         while waiting:

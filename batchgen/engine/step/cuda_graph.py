@@ -1,8 +1,13 @@
-"""CUDA graphs of decode-only steps: model, head, plain sampling and its logprobs, captured once per padded batch size.
+"""CUDA graphs of decode rows: model, head, plain sampling and its logprobs, captured once per padded batch size.
 
 A graph replays its launches on fixed addresses. So each graph has static inputs, padded to one of a few sizes, which
 every step overwrites in two or three transfers. A padding token attends to token 0 only and is stored in the scratch
 page, and its recurrent state is not kept; its result is ignored.
+
+The decode rows of a step with chunks run as a graph in front of the chunks, unless these have so many tokens that
+computing few rows with them costs nothing. Steps with adapters have other graphs, whose tiles are static inputs. With
+DoRA, or adapters of biases, embeddings, heads, experts or latents, whose layers go through a step's segments, they run
+eagerly.
 
 A new graph costs as much time as several steps, and the batch of a job that ends shrinks through all sizes. So a step
 is padded to a larger size that has a graph, until that has wasted about the time of a new one.
@@ -18,7 +23,7 @@ import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,11 +37,13 @@ from batchgen.engine.step.sampler import PlainColumns
 from batchgen.engine.step.step_batch import StepArrays, select_input_ids
 from batchgen.kernels.device import Graph
 from batchgen.kernels.grouped import GroupedPlanner, GroupedWork
+from batchgen.kernels.lora import LoraStep, static_tiles, tile_columns
 from batchgen.kernels.mixers.states import PooledStates, decode_batch
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
 from batchgen.kernels.types import AttentionBatch, Graphs, GroupPages
 from batchgen.models.base import CaptureSpec, ModelInput
+from batchgen.plan.step_plan import StepPlan
 
 _PADDED_SIZES: Final = ((64, 8), (256, 16), (512, 32))
 """(up to, step): padded batch sizes above 8."""
@@ -51,6 +58,8 @@ _MAX_RETIRED: Final = 4
 """Retired graphs that are kept because the device may still run them: two per step, at most two steps in flight."""
 _MAX_FED_TOKENS: Final = 8192
 """Most sampled tokens of one step that the next step can use as input."""
+_MOST_CHUNK_TOKENS: Final = 64
+"""Most tokens of chunks per decode row where a graph pays, which reads all weights once more than the chunks do."""
 
 
 def padded_rows(rows: int) -> int:
@@ -95,8 +104,21 @@ class _Result:
     """`plain_logprobs` of the rows, if a row returns any and the graph has sampled"""
 
 
-_Kind = tuple[int, Hashable]
-"""Padded batch size, and the results that are computed."""
+class _Variant(NamedTuple):
+    """What distinguishes graphs of one size."""
+
+    samples: bool
+    """Whether tokens are sampled"""
+    top_logprobs: int | None
+    """K of the `plain_logprobs` that are computed; None: none are"""
+    captured: tuple[tuple[int, ...], bool] | None
+    """Layers whose states are captured, and whether experts are"""
+    adapted: bool
+    """Whether tokens have adapters"""
+
+
+_Kind = tuple[int, _Variant]
+"""Padded batch size, and the variant"""
 _Key = tuple[_Kind, Hashable]
 """Kind, and the attention's launches."""
 
@@ -134,14 +156,17 @@ class CudaGraphExecutor(Executor):
         for rows, steps in enumerate(forecast.steps[1:].tolist(), start=1):
             expected[padded_rows(rows)] += steps
         worth = sorted((rows for rows, steps in expected.items() if steps >= _LEAST_STEPS), reverse=True)
+        if forecast.adapted and not self.context.model.spec.tiled_adapters:
+            return
         parts, page_size = len(self.context.pool.parts), self.context.pool.page_size
+        top = forecast.top_logprobs if forecast.plain else None
+        variant = _Variant(forecast.plain, top, None, forecast.adapted)
         for rows in worth[: self._most]:
             states = None if self._shared.states is None else np.zeros((2, rows), np.int64)
             arrays = _synthetic(rows, parts, page_size, forecast, states)
             try:
                 work = self._planner.plan(arrays.attention, rows)
-                sampled = (forecast.plain, forecast.top_logprobs)
-                static = _GraphStep(self._shared, self._planner, work, rows, sampled, None, 0)
+                static = _GraphStep(self._shared, self._planner, work, rows, variant, 0)
                 static.load(arrays, None, None)
                 static.body()
                 static.warmed_up = True
@@ -149,13 +174,21 @@ class CudaGraphExecutor(Executor):
             except RuntimeError as problem:
                 self._give_up(problem)
                 return
-            self._store(((rows, (*sampled, ())), static.attention.launches), static)
+            self._store(((rows, variant), static.attention.launches), static)
             self._counts.prepared += 1
+
+    def takes_decodes(self, plan: StepPlan) -> bool:
+        """See `Executor.takes_decodes`."""
+        rows = len(plan.decodes)
+        replays = self._disabled_reason is None and self.context.model.spec.tiled_adapters
+        return replays and 0 < plan.tokens - rows <= _MOST_CHUNK_TOKENS * rows
 
     def issue(self, step: Step) -> InFlight | None:
         """See `Executor.issue`."""
         context, sampling = self.context, step.sampling
         if self._disabled_reason is not None or sampling is None or not step.arrays.decode_only:
+            return None
+        if step.arrays.adapted and not context.model.spec.tiled_adapters:
             return None
         if step.last is not None and len(step.last) > _MAX_FED_TOKENS:
             return None
@@ -203,15 +236,19 @@ class CudaGraphExecutor(Executor):
         self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None, capture: CaptureSpec | None
     ) -> _Result:
         rows = len(step.ids)
-        sampled = (plain is not None, None if plain is None else plain.top_logprobs)
-        results = (*sampled, () if capture is None else (capture.layers, capture.experts))
-        padded = self._batch_size(rows, results)
+        variant = _Variant(
+            samples=plain is not None,
+            top_logprobs=None if plain is None else plain.top_logprobs,
+            captured=None if capture is None else (capture.layers, capture.experts),
+            adapted=step.adapted,
+        )
+        padded = self._batch_size(rows, variant)
         work = self._planner.plan(step.attention, padded)
-        kind = (padded, results)
+        kind = (padded, variant)
         static = self._fitting(kind, work)
         if static is None:
             axes = 0 if step.rope_positions is None else len(step.rope_positions)
-            static = _GraphStep(self._shared, self._planner, work, padded, sampled, capture, axes)
+            static = _GraphStep(self._shared, self._planner, work, padded, variant, axes)
         static.load(step, last, plain)
         if not static.warmed_up:
             self._warm_up(static)
@@ -245,15 +282,15 @@ class CudaGraphExecutor(Executor):
             raise
         static.warmed_up = True
 
-    def _batch_size(self, rows: int, results: Hashable) -> int:
+    def _batch_size(self, rows: int, variant: _Variant) -> int:
         """The batch size of a step of `rows` rows: the smallest one, or a larger one that has a graph already."""
         smallest = padded_rows(rows)
-        made = {size for (size, made_for), _ in self._steps if made_for == results and size >= smallest}
+        made = {size for (size, made_for), _ in self._steps if made_for == variant and size >= smallest}
         if smallest in made or not made:
             return smallest
         size = min(made)
-        self._wasted[smallest, results] += 1 - smallest / size
-        return size if self._wasted[smallest, results] <= WASTED_STEPS else smallest
+        self._wasted[smallest, variant] += 1 - smallest / size
+        return size if self._wasted[smallest, variant] <= WASTED_STEPS else smallest
 
     def _store(self, key: _Key, static: _GraphStep) -> None:
         before = self._steps.get(key)
@@ -304,7 +341,7 @@ def _synthetic(
         sample_rows=None,
         num_sampled=zeros,
         attention=[attention] * parts,
-        adapters=None,
+        adapters=zeros.astype(np.int32) if forecast.adapted else None,
         embeds=None,
         decode_states=states,
     )
@@ -345,8 +382,7 @@ class _GraphStep:
         planner: GroupedPlanner,
         work: GroupedWork,
         padded: int,
-        sampled: tuple[bool, int | None],
-        capture: CaptureSpec | None,
+        variant: _Variant,
         rope_axes: int,
     ) -> None:
         device = shared.device.torch_device
@@ -358,24 +394,28 @@ class _GraphStep:
         # Rows of an even number of int64 start at multiples of 16 bytes, which kernels need for wide loads.
         rope_at = 4 + shared.groups
         states_at = rope_at + rope_axes
-        columns = states_at if shared.states is None else states_at + 2
+        tiles_at = states_at if shared.states is None else states_at + 2
+        columns = tiles_at + 4 * variant.adapted
         self._int_columns = torch.zeros(columns, max(2, padded), dtype=torch.int64, device=device)
         self._ids, self._source, self._positions, self._num_sampled = self._int_columns[:4, :padded]
         self.attention = planner.attention(self._int_columns[4:rope_at, :padded], work)
         self._rope = self._int_columns[rope_at:states_at, :padded] if rope_axes else None
         self._states = None
         if shared.states is not None:
-            self._states = PooledStates(shared.states, [decode_batch(0, self._int_columns[states_at:, :padded])])
-        samples, self._top_logprobs = sampled
-        self._columns = _StaticColumns(padded, device) if samples else None
-        self._all_rows = torch.arange(padded, device=device) if capture is not None else None
-        self._captured = None if capture is None else (capture.layers, capture.experts)
+            self._states = PooledStates(
+                shared.states, [decode_batch(0, self._int_columns[states_at:tiles_at, :padded])]
+            )
+        self._tiles = None
+        if variant.adapted:
+            self._tiles = static_tiles(self._int_columns[tiles_at:], padded, len(shared.model.spec.adapters))
+        self._top_logprobs, self._captured = variant.top_logprobs, variant.captured
+        self._columns = _StaticColumns(padded, device) if variant.samples else None
+        self._all_rows = torch.arange(padded, device=device) if variant.captured is not None else None
         self._logits: Tensor | None = None
         self._out: dict[str, Tensor] = {}
 
     def load(self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None) -> None:
         """Overwrite the static inputs, except the attention lists."""
-        rows = len(step.ids)
         int_columns = np.zeros(tuple(self._int_columns.shape), np.int64)
         int_columns[1] = -1
         columns = [step.ids, step.source, step.positions, step.num_sampled, *step.slots]
@@ -383,9 +423,11 @@ class _GraphStep:
             columns.extend(step.rope_positions)
         if step.decode_states is not None:
             columns.extend(step.decode_states)
+        if self._tiles is not None and step.adapters is not None:
+            columns.extend(tile_columns(step.adapters, self._tiles.rows, int_columns.shape[1]))
         for row, values in zip(int_columns, columns, strict=True):
             if values is not None:
-                row[:rows] = values
+                row[: len(values)] = values
         self._shared.device.upload_into(int_columns.reshape(-1), self._int_columns.view(-1))
         if last is not None and step.source is not None:
             self._shared.last[: len(last)].copy_(last)
@@ -404,6 +446,7 @@ class _GraphStep:
             self.attention,
             capture,
             ops=shared.ops,
+            lora=None if self._tiles is None else LoraStep((), self._tiles),
             rope_positions=self._rope,
             states=self._states,
         )

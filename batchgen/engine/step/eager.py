@@ -37,7 +37,7 @@ class EagerExecutor(Executor):
     def _head_adapters(self, step: Step) -> Tensor | None:
         """[T] int64 adapter of each flat token, -1 for none; None if the head is the same for all."""
         adapters, device = step.arrays.adapters, self.context.device
-        if adapters is None or not self.context.model.spec.adapts_head or (adapters < 0).all():
+        if adapters is None or not self.context.model.spec.adapts_head or not step.arrays.adapted:
             return None
         (uploaded,) = device.upload(adapters.astype(np.int64))
         return uploaded

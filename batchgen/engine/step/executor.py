@@ -83,6 +83,8 @@ class DecodeForecast:
     """Most positions that a row attends to, all but its last token"""
     shared: int
     """Positions of the longest prefix that rows share, in full pages"""
+    adapted: bool = False
+    """Whether a row has an adapter"""
 
 
 @dataclass(slots=True)
@@ -170,6 +172,10 @@ class Executor(ABC):
         Returns:
             None if this executor cannot run the step; nothing has happened then that another one would not overwrite.
         """
+
+    def takes_decodes(self, plan: StepPlan) -> bool:
+        """Whether the decode rows of a step are to be issued in front of its chunks, as a step of this executor."""
+        return False
 
     def read(self, in_flight: InFlight) -> StepSamples:
         """Sampled tokens of a step, once they are on the host. Steps must be read in order.

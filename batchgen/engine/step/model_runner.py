@@ -23,7 +23,7 @@ from batchgen.engine.workload import JobWorkload
 from batchgen.errors import DeviceError
 from batchgen.kernels.cpu.command_buffer import CommandBuffers
 from batchgen.kernels.types import Graphs
-from batchgen.plan.step_plan import PageCopy, StepPlan
+from batchgen.plan.step_plan import PageCopy, StepPlan, split_decodes
 
 Issued = tuple[Executor, InFlight]
 """What an executor has issued, and the executor, which reads it."""
@@ -35,7 +35,7 @@ class InFlightStep:
 
     plan: StepPlan
     rows: BatchView | None = None
-    """[R] sequences that the step samples for; None: none"""
+    """[R] sequences that the step samples for, in the order of its parts; None: none"""
     tokens: Tensor | None = None
     """[R] int64 sampled tokens on the device, possibly not computed yet; None: none"""
     pending: bool = False
@@ -43,7 +43,7 @@ class InFlightStep:
     consumed: bool = False
     """Whether its sequences have received their tokens"""
     parts: list[Part[Issued]] = field(default_factory=list)
-    """The step, or the parts that were run in its place because it did not fit into memory"""
+    """The step, or the parts that were run in its place, in order"""
 
     @property
     def failed(self) -> list[Part[Issued]]:
@@ -86,7 +86,8 @@ class ModelRunner:
         """Queue a step, whose sequences are in `running`.
 
         `read_last` reads the step before, `last`; it is called while the device computes, and only if a row's sampling
-        depends on its earlier tokens. With `split`, a step that does not fit into memory is run in parts.
+        depends on its earlier tokens. With `split`, the step is run in parts if it does not fit into memory, or if an
+        executor takes its decode rows alone.
         """
         copies = list(plan.copies)
         if not plan.tokens:
@@ -94,15 +95,21 @@ class ModelRunner:
                 self.close()
                 self._context.copy_pages(copies)
             return InFlightStep(plan)
+        for table in () if plan.decodes else self._decode_tables:
+            table.clear()
         unread = None if last is None or last.consumed or last.tokens is None else last
 
         def run(part: StepPlan) -> Issued:
             return self._issue(part, running, unread, read_last, copies)
 
-        if split and self._context.pool.states is not None:
-            parts = [Part(plan, self._run_whole(plan, run))]
+        decodes_first = split and any(executor.takes_decodes(plan) for executor in self._executors)
+        if not split:
+            parts = [Part(plan, run(plan))]
+        elif self._context.pool.states is None:
+            parts = self.oom_splitter.run(plan, run, decodes_first=decodes_first)
         else:
-            parts = self.oom_splitter.run(plan, run) if split else [Part(plan, run(plan))]
+            plans = split_decodes(plan) if decodes_first else (plan,)
+            parts = [Part(each, self._run_whole(each, run)) for each in plans]
         return self._in_flight(plan, parts, running)
 
     def _run_whole(self, plan: StepPlan, run: Callable[[StepPlan], Issued]) -> Issued:
@@ -130,12 +137,12 @@ class ModelRunner:
         copies: list[PageCopy],
     ) -> Issued:
         """Queue a step or a part of one, after the step `unread`. After a failure it can be called again."""
-        workload, rows = self._workload, running.rows(plan.samples.sequence_ids)
+        workload, rows = self._workload, running.rows(plan.samples.sequence_ids) if plan.samples else None
         chunk, (last_rows, last) = self._context.model.spec.attention_chunk, (None, None)
         if unread is not None:
             last_rows, last = unread.rows, unread.tokens
         arrays = lay_out_step(plan, workload, running, self._decode_tables, last_rows, self._media, chunk)
-        sampling = self._sampler.metadata(rows) if len(rows) else None
+        sampling = None if rows is None else self._sampler.metadata(rows)
         step = Step(plan, arrays, sampling, last, read_last, copies, wait=self.close)
         try:
             executor, issued = next((e, issued) for e in self._executors if (issued := e.issue(step)) is not None)
@@ -143,21 +150,23 @@ class ModelRunner:
             self._context.cancel(step.captured)
             raise
         self._context.times.end_compute(issued.host_share)
-        if issued.samples is not None:
+        if rows is not None:
             rows.count_sampled()
         return executor, issued
 
     def _in_flight(self, plan: StepPlan, parts: list[Part[Issued]], running: InputBatch) -> InFlightStep:
         """The step that consists of `parts`, in order."""
-        rows = running.rows(plan.samples.sequence_ids) if plan.samples else None
-        if len(parts) == 1 and parts[0].result is not None:
-            _, issued = parts[0].result
-            tokens = None if issued.samples is None else issued.samples.tokens
-            return InFlightStep(plan, rows, tokens, issued.pending, parts=parts)
-        self.close()  # concatenation reads the parts' tokens
-        device = self._context.device
-        tokens = None if rows is None else torch.cat([_part_tokens(part, device.torch_device) for part in parts])
-        return InFlightStep(plan, rows, tokens, device.asynchronous, parts=parts)
+        device, alone = self._context.device, parts[0].result if len(parts) == 1 else None
+        pending = device.asynchronous if alone is None else alone[1].pending
+        if alone is None:
+            self.close()  # concatenation reads the parts' tokens
+        sampled = [part for part in parts if part.plan.samples]
+        if not sampled:
+            return InFlightStep(plan, pending=pending, parts=parts)
+        ids = [part.plan.samples.sequence_ids for part in sampled]
+        rows = running.rows(ids[0] if len(ids) == 1 else np.concatenate(ids))
+        tokens = [_part_tokens(part, device.torch_device) for part in sampled]
+        return InFlightStep(plan, rows, tokens[0] if len(tokens) == 1 else torch.cat(tokens), pending, parts=parts)
 
     @torch.inference_mode()
     def prepare(self, forecast: DecodeForecast) -> None:

@@ -373,18 +373,20 @@ class Sampler:
         self._processors = processors
         self._mode: LogprobsMode = logprobs_mode
         self._top_logprobs = top_logprobs
-        self._sequence_ids = np.zeros(0, np.int64)
-        self._metadata: SamplingMetadata | None = None
+        self._recent: list[tuple[npt.NDArray[np.int64], SamplingMetadata]] = []
+        """Sequence ids and sampling of the last two sets of rows: of decode rows, and of chunks behind them."""
 
     def metadata(self, rows: BatchView) -> SamplingMetadata:
         """Sampling of a step's rows; the same object while the rows stay the same."""
         ids = rows.sequence_ids
-        if self._metadata is None or not (ids is self._sequence_ids or np.array_equal(ids, self._sequence_ids)):
-            self._metadata = SamplingMetadata.of(
-                rows, self._processors, self._mode, self._top_logprobs, self._device, self._ops
+        found = next((known for known in self._recent if known[0] is ids or np.array_equal(known[0], ids)), None)
+        if found is None:
+            found = (
+                ids,
+                SamplingMetadata.of(rows, self._processors, self._mode, self._top_logprobs, self._device, self._ops),
             )
-            self._sequence_ids = ids
-        return self._metadata
+        self._recent = [found, *(known for known in self._recent if known is not found)][:2]
+        return found[1]
 
 
 def _no_token_left(params: SamplingParams) -> ErrorInfo:

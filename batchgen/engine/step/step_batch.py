@@ -96,12 +96,15 @@ class StepArrays:
 
     @property
     def decode_only(self) -> bool:
-        """Whether every flat token is a decode row that is sampled for, in order, without an adapter."""
+        """Whether every flat token is a decode row that is sampled for, in order."""
         if self.attention[0].chunks or self.sample_rows is not None or not len(self.ids):
             return False
-        if self.adapters is not None and bool((self.adapters >= 0).any()):
-            return False
         return self.all_sampled
+
+    @property
+    def adapted(self) -> bool:
+        """Whether a token has an adapter."""
+        return self.adapters is not None and bool((self.adapters >= 0).any())
 
     @property
     def all_sampled(self) -> bool:
@@ -145,8 +148,8 @@ def lay_out_step(
 ) -> StepArrays:
     """Lay out a step: its prefill chunks in order, then its decode rows.
 
-    `decodes`: the table of each cache group, which must see every step of the job, in order; `unread`: [R'] rows of the
-    last step if its tokens are still only on the device.
+    `decodes`: the table of each cache group, which must see the decode rows of every step of the job, in order, and is
+    cleared in a step without any; `unread`: [R'] rows of the last step if its tokens are still only on the device.
     """
     total, table, adapter = plan.tokens, workload.table, workload.adapter
     ids = np.empty(total, np.int64)
@@ -227,8 +230,6 @@ def _lay_out_pages(
     attention = AttentionBatch(slot_mapping=_NO_SLOTS, chunks=chunks, decode_start=at, windowed=windowed)
     if len(rows):
         _, slots[at:] = decodes.fill(attention, plan.decodes, plan.groups, rows, group_pages)
-    else:
-        decodes.clear()
     if windowed and attention_chunk is not None:
         attention = restarted(attention, attention_chunk, decodes.page_size)
     return attention, slots

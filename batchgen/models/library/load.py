@@ -111,6 +111,7 @@ def transformers_spec(
         tied=getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight,
         adapts_head=any(map(sites.changes_head, fitted)),
         plain_adapters=all(map(sites.is_plain, fitted)),
+        tiled_adapters=all(map(sites.is_tiled, fitted)) and not any(use.kv.latent for use in uses),
         unscaled_context=None if contexts is None else contexts.unscaled_of(context),
         rope_axes=traits.rope_axes,
         deepstack=traits.deepstack,

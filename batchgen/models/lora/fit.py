@@ -63,6 +63,11 @@ class Sites:
         """Whether an adapter changes linear layers of the decoder alone."""
         return adapter.modules <= self.linears.keys() - {self.head} and not adapter.saved
 
+    def is_tiled(self, adapter: Adapter) -> bool:
+        """Whether an adapter only adds to the products of these layers; DoRA and biases change them in other ways."""
+        layers = adapter.layers.values()
+        return self.is_plain(adapter) and not any(layer.magnitude or layer.bias for layer in layers)
+
     def cannot_replace(self, adapter: Adapter) -> str | None:
         """A module that an adapter replaces, and that may not be replaced here; None if there is none."""
         known = {unscoped(name) for name in self.replaceable}

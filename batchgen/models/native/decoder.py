@@ -241,6 +241,7 @@ def native_spec(
         windows=windows_within(config.windows, context_length),
         adapts_head=any(map(sites.changes_head, adapters)),
         plain_adapters=all(map(sites.is_plain, adapters)),
+        tiled_adapters=all(map(sites.is_tiled, adapters)),
         unscaled_context=config.contexts.unscaled_of(context_length),
     )
 

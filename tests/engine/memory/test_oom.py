@@ -147,6 +147,23 @@ def test_positions_after_one_that_does_not_fit_are_not_tried() -> None:
     assert sum(end - start for request, start, end in run if request == 1) == 100
 
 
+def test_decode_rows_may_run_first() -> None:
+    """A failed position of a chunk fails the rest of the chunk, and a failed row nothing else."""
+    rows = decodes(9).decodes
+    samples = [SampleRow(20, 7), SampleRow(21, 27), *(SampleRow(i, 28 + i) for i in range(9))]
+    chunks = [PrefillChunk(7, None, 0, 8, [1, 2]), PrefillChunk(8, None, 0, 20, [3, 4, 5, 6, 7])]
+    plan = StepPlan(prefills=chunks, decodes=rows, samples=SampleRows.of(samples))
+    device = Device()
+    oom_splitter = OOMSplitter(4, 64, device.release)
+    assert sequences(oom_splitter.run(plan, device, decodes_first=True)) == ([*range(9), 20, 21], [])
+    assert device.tried == [9, 28]
+    failing = covers(8, 10)
+    device = Device(poison=lambda part: failing(part) or any(row.sequence == 3 for row in part.decodes))
+    parts = oom_splitter.run(plan, device, decodes_first=True)
+    assert sequences(parts) == ([0, 1, 2, *range(4, 9), 20], [3, 21])
+    assert oom_splitter.limit == 64, "rows that fail alone do not lower the limit"
+
+
 def test_logits_that_do_not_fit_do_not_fail_the_prompt() -> None:
     chunk = PrefillChunk(0, None, 0, 9, [1, 2, 3])
     plan = StepPlan(prefills=[chunk], samples=SampleRows.of(SampleRow(i, 8) for i in range(6)))

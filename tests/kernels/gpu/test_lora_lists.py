@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchgen.kernels.device import HOST
 from batchgen.kernels.gpu.lora import add_lora
-from batchgen.kernels.lora import LoraPair, LoraPairs, lora_step, tiles_of
+from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, lora_step, static_tiles, tile_columns, tiles_of
 from batchgen.kernels.lora import add_lora as plain_lora
 from tests.cases import examples
 from tests.kernels import op_exact as exact
@@ -85,3 +85,40 @@ def test_tiles_contain_every_token_once(adapters: list[int]) -> None:
             assert token not in seen
             seen[token] = adapter
     assert seen == {token: adapter for token, adapter in enumerate(adapters) if adapter >= 0}
+
+
+@examples(60)
+@given(
+    adapters=st.lists(st.integers(-1, 4), min_size=1, max_size=200).filter(lambda a: max(a) >= 0),
+    more=st.integers(0, 40),
+)
+def test_static_tiles_hold_any_step(adapters: list[int], more: int) -> None:
+    """Of up to 5 adapters and as many tokens; further tiles are empty, further tokens in none."""
+    tokens = len(adapters) + more
+    columns = torch.zeros(4, tokens + more % 2, dtype=torch.int64)
+    found = static_tiles(columns, tokens, 5)
+    columns.copy_(torch.from_numpy(tile_columns(np.array(adapters), found.rows, columns.shape[1])))
+    tiles = found.tiles.tolist()
+    seen = {token: a for a, first, count in tiles for token in found.order[first : first + count].tolist()}
+    assert seen == {token: adapter for token, adapter in enumerate(adapters) if adapter >= 0}
+    assert sum(count for *_, count in tiles) == len(seen)
+    assert max(count for *_, count in tiles) <= found.rows
+
+
+@pytest.mark.parametrize(("tokens", "adapters"), [(1, 1), (8, 3), (24, 2), (80, 1)])
+def test_static_tiles_give_the_updates_of_a_steps_own(tokens: int, adapters: int) -> None:
+    """Steps of other sizes one after the other, in the same tiles."""
+    pairs = pairs_of(NUMBERS, [4, 17, 0][:adapters], 24, 40, torch.float32)
+    columns = torch.zeros(4, max(2, tokens), dtype=torch.int64)
+    tiles = static_tiles(columns, tokens, adapters)
+    rng = np.random.default_rng(tokens)
+    for count in (tokens, -(-tokens // 2)):
+        chosen = rng.integers(-1, adapters, count)
+        chosen[rng.integers(count)] = 0
+        columns.copy_(torch.from_numpy(tile_columns(chosen, tiles.rows, columns.shape[1])))
+        x, out = NUMBERS.randn(tokens, 24), NUMBERS.randn(tokens, 40)
+        want, step = out.clone(), lora_step(chosen, HOST)
+        assert step is not None
+        plain_lora(want[:count], x[:count], step, pairs)
+        add_lora(out, x, LoraStep((), tiles), pairs)
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-4)
