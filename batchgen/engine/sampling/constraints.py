@@ -52,6 +52,7 @@ class GrammarState:
         self.fills_in_batches = grammars.fills_in_batches(constraint)
         """Whether the mask may be filled together with those of other samples."""
         self._next_mask: MaskWords | None = None
+        self._ended = False
         self._stop_words = _words_of(self.stop_ids, grammars.vocab_size)
         try:
             self.matcher: Any = grammars.matcher(constraint, self.stop_ids)
@@ -59,21 +60,21 @@ class GrammarState:
             self._fail_with(error, "its matcher cannot be created")
 
     def accept(self, token: int) -> bool:
-        """Accept the sampled token; True if only the end can follow. Sets `error` on failure."""
-        if self.error is not None or token in self.stop_ids:
-            return False
+        """Accept the sampled token; True if only the end can follow, also if called again. Sets `error` on failure."""
+        if self._ended or self.error is not None or token in self.stop_ids:
+            return self._ended
         began = time.perf_counter()
         try:
             if not self.matcher.accept_token(token):
                 self._fail(f"its matcher rejects token {token}, which its mask allowed")
                 return False
             self._next_mask = None
-            ended = bool(self.matcher.is_completed()) and self._only_stops()
+            self._ended = bool(self.matcher.is_completed()) and self._only_stops()
         except Exception as error:
             self._fail_with(error, "its matcher failed")
             return False
         self._spend(time.perf_counter() - began)
-        return ended
+        return self._ended
 
     def check_can_end(self) -> None:
         """Set an error unless the text may end here. Call it when no token is left to sample."""
