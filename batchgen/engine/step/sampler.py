@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.sampling.logits_processor import LogitsProcessor
-from batchgen.engine.sampling.thinking import TokenMask
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.step.input_batch import BatchView
 from batchgen.engine.step.logprobs import LogprobsGatherer, LogprobsMode, StepLogprobs
@@ -36,6 +35,7 @@ _NAN = ErrorInfo(
     ErrorCode.NAN_LOGITS, "the model's logits contain NaN for this row; try --dtype float32 or check the weights"
 )
 _MOST_FILL_THREADS = 8
+"""Most threads that fill masks; they use half of the run's, because more wait for memory."""
 _SLOW_FILL_SECONDS = 0.25
 """Time to fill one step's masks after which the next step fills and times each mask separately."""
 _MASKING_FIELDS = ("allowed_token_ids", "bad_words", "suppress_tokens", "custom_logit_processor")
@@ -175,7 +175,7 @@ class GrammarMasks:
         """`rows`: (row of the step, sample) of the constrained rows."""
         self._device = device
         self._ops = ops
-        self._rows = [row for _, row in rows]
+        self._rows = [(row, row.grammar) for _, row in rows if row.grammar is not None]
         (self._places,) = device.upload(np.array([i for i, _ in rows], np.int64))
         self._slow = False
 
@@ -186,18 +186,17 @@ class GrammarMasks:
         """
         staged = self._device.staging(len(self._rows), bitmask_width(vocab))
         words, began = staged.numpy(), time.perf_counter()
-        waiting: dict[int, TokenMask] = {}
-        for i, row in enumerate(self._rows):
-            state = row.grammar
-            if row.ended or state is None:
+        waiting: dict[int, Any] = {}
+        for i, (row, state) in enumerate(self._rows):
+            if row.ended:
                 words[i] = -1
-            elif state.fills_in_batches and not state.has_mask:
-                waiting[i] = state
+            elif (matcher := state.batch_matcher) is not None:
+                waiting[i] = matcher
             else:
                 state.fill(words[i])
         if not (len(waiting) > 1 and not self._slow and _fill_together(waiting, staged)):
-            for i, state in waiting.items():
-                state.fill(words[i])
+            for i in waiting:
+                self._rows[i][1].fill(words[i])
         self._slow = time.perf_counter() - began > _SLOW_FILL_SECONDS
         return self._device.upload_staged(staged)
 
@@ -206,11 +205,10 @@ class GrammarMasks:
         self._ops.apply_bitmask(logits, masks, self._places)
 
 
-def _fill_together(states: Mapping[int, TokenMask], words: Tensor) -> bool:
-    threads = min(_MOST_FILL_THREADS, torch.get_num_threads(), os.cpu_count() or 1)
+def _fill_together(matchers: Mapping[int, Any], words: Tensor) -> bool:
+    threads = max(1, min(_MOST_FILL_THREADS, torch.get_num_threads() // 2, os.cpu_count() or 1))
     try:
-        matchers = [state.matcher for state in states.values()]
-        _batch_matcher(threads).batch_fill_next_token_bitmask(matchers, words, list(states))
+        _batch_matcher(threads).batch_fill_next_token_bitmask(list(matchers.values()), words, list(matchers))
     except Exception:
         return False  # fill one by one, to find the failing matcher
     return True
