@@ -79,7 +79,7 @@ class Sequence:
     @property
     def plain(self) -> bool:
         """Whether it can receive its tokens all at once when it ends."""
-        if self.stops.tracks_text or self.grammar is not None or self.repeat_span is not None:
+        if self.stops.needs_each_token or self.repeat_span is not None:
             return False
         return self.logits_state is None or not self.logits_state.needs_host
 

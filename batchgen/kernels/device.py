@@ -69,6 +69,12 @@ class Device(Protocol):
     def upload_into(self, array: Array, target: Tensor) -> None:
         """Overwrite the beginning of a contiguous tensor [n] with `array` [m <= n] of its dtype, in stream order."""
 
+    def staging(self, *shape: int) -> Tensor:
+        """An int32 tensor of the host with undefined values, to be filled once for `upload_staged`."""
+
+    def upload_staged(self, staged: Tensor) -> Tensor:
+        """Copy a tensor of `staging`, which must not be changed any more, to the device without another copy of it."""
+
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
         """Copy tensors to the host. Later work must not write to them: clone what a graph will overwrite first."""
 
@@ -114,6 +120,14 @@ class HostDevice:
     def upload_into(self, array: Array, target: Tensor) -> None:
         """See `Device.upload_into`."""
         target[: len(array)] = torch.from_numpy(array)
+
+    def staging(self, *shape: int) -> Tensor:
+        """See `Device.staging`."""
+        return torch.empty(shape, dtype=torch.int32)
+
+    def upload_staged(self, staged: Tensor) -> Tensor:
+        """The tensor itself."""
+        return staged
 
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
         """See `Device.download`; the values are read at `wait`, so the caller must not write to them before."""
@@ -208,6 +222,14 @@ class CudaDevice:
         pinned = torch.empty(len(array), dtype=target.dtype, pin_memory=True)
         pinned.copy_(torch.from_numpy(array))
         target[: len(array)].copy_(pinned, non_blocking=True)
+
+    def staging(self, *shape: int) -> Tensor:
+        """See `Device.staging`."""
+        return torch.empty(shape, dtype=torch.int32, pin_memory=True)
+
+    def upload_staged(self, staged: Tensor) -> Tensor:
+        """See `Device.upload_staged`."""
+        return staged.to(self.torch_device, non_blocking=True)
 
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
         """See `Device.download`."""

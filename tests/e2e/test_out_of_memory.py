@@ -106,10 +106,10 @@ def test_out_of_memory_does_not_change_results(
     want = RunResult.of(engine, rows)
     draw = SamplingMetadata.sample
 
-    def sample(sampler: SamplingMetadata, logits: Tensor, num_sampled: Tensor) -> SampledTokens:
+    def sample(sampler: SamplingMetadata, logits: Tensor, *args: Any) -> SampledTokens:
         if how == "draws" and len(logits) > 3:
             low.fail()
-        return draw(sampler, logits, num_sampled)
+        return draw(sampler, logits, *args)
 
     monkeypatch.setattr(SamplingMetadata, "sample", sample)
     got = RunResult.of(failing, rows)

@@ -118,6 +118,14 @@ class LateDevice:
             self.counts.uploads_into += bool(len(array))
         target[: len(array)].copy_(self._to_device(torch.from_numpy(array.copy())))
 
+    def staging(self, *shape: int) -> Tensor:
+        """See `Device.staging`. The values are poison."""
+        return poison(torch.empty(shape, dtype=torch.int32))
+
+    def upload_staged(self, staged: Tensor) -> Tensor:
+        """See `Device.upload_staged`."""
+        return self.upload(staged.numpy())[0]
+
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
         """See `Device.download`."""
         self._refuse_in_capture("download")

@@ -84,6 +84,17 @@ def test_uploaded_arrays_can_be_poisoned() -> None:
     assert tensor.tolist() == fixed.tolist() == [0, 1, 2]
 
 
+def test_staged_tensors_are_filled_once() -> None:
+    for device in (HOST, LateDevice(poison_uploads=True)):
+        staged = device.staging(2, 3)
+        assert (staged.shape, staged.dtype, staged.is_contiguous()) == ((2, 3), torch.int32, True)
+        staged[:] = torch.arange(6).view(2, 3)
+        on_device = device.upload_staged(staged)
+        device.upload(np.arange(1))
+        assert on_device.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert (device is HOST) == bool((staged == on_device).all())
+
+
 def test_a_graph_computes_at_replay_and_overwrites_the_last_results() -> None:
     device = LateDevice(captures=True)
     given, total = torch.ones(2, 4), torch.zeros(2, 4)

@@ -34,6 +34,11 @@ MaskWords = npt.NDArray[np.int32]
 class GrammarState:
     """The grammar matcher of one sample, with the mask of its next token if it is already computed."""
 
+    __slots__ = (
+        "_batches", "_ended", "_grammars", "_next_mask", "_stop_words", "constraint", "error", "matcher", "seconds",
+        "stop_ids",
+    )  # fmt: skip
+
     def __init__(self, grammars: Grammars, params: SamplingParams, constraint: Constraint) -> None:
         tokenizer = grammars.tokenizer
         self.constraint = constraint
@@ -49,9 +54,9 @@ class GrammarState:
             if token < grammars.vocab_size and (token in tokenizer.eos_ids or token in tokenizer.special_ids)
         )
         self._grammars = grammars
-        self.fills_in_batches = grammars.fills_in_batches(constraint)
-        """Whether the mask may be filled together with those of other samples."""
+        self._batches = grammars.fills_in_batches(constraint)
         self._next_mask: MaskWords | None = None
+        self._ended = False
         self._stop_words = _words_of(self.stop_ids, grammars.vocab_size)
         try:
             self.matcher: Any = grammars.matcher(constraint, self.stop_ids)
@@ -59,21 +64,22 @@ class GrammarState:
             self._fail_with(error, "its matcher cannot be created")
 
     def accept(self, token: int) -> bool:
-        """Accept the sampled token; True if only the end can follow. Sets `error` on failure."""
-        if self.error is not None or token in self.stop_ids:
-            return False
-        began = time.perf_counter()
+        """Accept the sampled token; True if only the end can follow, also if called again. Sets `error` on failure."""
+        if self._ended or self.error is not None or token in self.stop_ids:
+            return self._ended
+        matcher, began = self.matcher, time.perf_counter()
         try:
-            if not self.matcher.accept_token(token):
+            if not matcher.accept_token(token):
                 self._fail(f"its matcher rejects token {token}, which its mask allowed")
                 return False
             self._next_mask = None
-            ended = bool(self.matcher.is_completed()) and self._only_stops()
+            if matcher.is_completed():
+                self._ended = self._only_stops()
         except Exception as error:
             self._fail_with(error, "its matcher failed")
             return False
         self._spend(time.perf_counter() - began)
-        return ended
+        return self._ended
 
     def check_can_end(self) -> None:
         """Set an error unless the text may end here. Call it when no token is left to sample."""
@@ -126,9 +132,9 @@ class GrammarState:
             self._fail_with(error, "its matcher failed")
 
     @property
-    def has_mask(self) -> bool:
-        """Whether the mask of the next token is already computed."""
-        return self._next_mask is not None or self.error is not None
+    def batch_matcher(self) -> Any:
+        """The matcher, if it is to fill the next mask, together with those of other samples; None: use `fill`."""
+        return self.matcher if self._batches and self._next_mask is None and self.error is None else None
 
     def _only_stops(self) -> bool:
         """Whether the mask of the next token only allows stop ids; the mask is cached for the next step."""

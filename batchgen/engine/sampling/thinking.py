@@ -68,19 +68,9 @@ class ThinkingMask:
         return not (self._forced or self._routes or self._grammar is None) and self._state.part == "answer"
 
     @property
-    def fills_in_batches(self) -> bool:
+    def batch_matcher(self) -> Any:
         """As of `GrammarState`."""
-        return self._answers and not self._gap and self._grammar is not None and self._grammar.fills_in_batches
-
-    @property
-    def has_mask(self) -> bool:
-        """As of `GrammarState`."""
-        return self.error is not None or (self._grammar is not None and self._grammar.has_mask)
-
-    @property
-    def matcher(self) -> Any:
-        """As of `GrammarState`."""
-        return None if self._grammar is None else self._grammar.matcher
+        return None if self._grammar is None or self._gap or not self._answers else self._grammar.batch_matcher
 
     def fill(self, words: npt.NDArray[np.int32]) -> None:
         """Write the mask of the next token to `words` [ceil(V / 32)]."""

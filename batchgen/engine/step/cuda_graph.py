@@ -199,13 +199,11 @@ class CudaGraphExecutor(Executor):
             context.cancel(step.captured)
             return None
         context.send_states(step)
-        if sampling.needs_host:
-            step.read_last()
         if replayed.sampled is not None:
             samples = sampling.collect(replayed.sampled, replayed.logprobs)
         else:
             assert replayed.logits is not None
-            samples = sampling.sample(replayed.logits, replayed.num_sampled)
+            samples = sampling.sample(replayed.logits, replayed.num_sampled, step.read_last)
         return InFlight(samples, step.captured, pending=True)
 
     def _run_or_disable(

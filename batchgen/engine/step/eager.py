@@ -29,9 +29,7 @@ class EagerExecutor(Executor):
             if batch.sample_rows is not None:
                 # Samples of one prompt share logits; each gets a copy, which masks may change.
                 logits = logits[batch.sample_rows]  # [R, V]
-            if sampling.needs_host:
-                step.read_last()
-            samples = sampling.sample(logits, batch.num_sampled)
+            samples = sampling.sample(logits, batch.num_sampled, step.read_last)
         return InFlight(samples, step.captured, pending=context.device.asynchronous)
 
     def _head_adapters(self, step: Step) -> Tensor | None:

@@ -1,8 +1,8 @@
 """`InputBatch`: the running sequences as columns, which a step reads and writes for all rows at once.
 
 A sequence keeps one slot while it runs. The tokens of a *plain* sequence are stored in a column, its stop ids and
-limit are checked for all rows together, and its `Sequence` receives them when it ends. Other sequences (text stops,
-grammars) receive each token.
+limit are checked for all rows together, its grammar accepts each, and its `Sequence` receives them when it ends. Other
+sequences (text stops, budgets of thoughts) receive each token.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class InputBatch:
         """Number of top logprobs, and number of ids in `token_ids_logprob`."""
         self.logprob_ids = np.zeros((_INITIAL_SLOTS, 0), np.int64)
         """[slots, n] ids of `token_ids_logprob`, padded with any valid id."""
-        self._plain = np.zeros(_INITIAL_SLOTS, np.bool_)
+        self._plain, self._constrained = np.zeros((2, _INITIAL_SLOTS), np.bool_)
+        """Whether a sequence is plain, and whether it is plain and has a grammar."""
         self._num_tokens = np.zeros(_INITIAL_SLOTS, np.int64)
         self._max_tokens = np.zeros(_INITIAL_SLOTS, np.int64)
         self._tokens = np.zeros((_INITIAL_SLOTS, _INITIAL_TOKENS), np.int32)
@@ -117,6 +118,7 @@ class InputBatch:
         self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
         self.top_k[slot], self.seed[slot], self.sample[slot] = params.top_k, request.seed, sequence.sample_index
         self.edits_logits[slot], self._plain[slot] = sequence.edits_logits, plain
+        self._constrained[slot] = plain and sequence.grammar is not None
         self._max_tokens[slot] = request.max_new_tokens
         self.wants_logprobs[slot] = params.needs_logprobs
         self.top_logprobs[slot], self.num_logprob_ids[slot] = params.top_logprobs_num, len(params.token_ids_logprob)
@@ -181,7 +183,9 @@ class InputBatch:
         live = self.sequence_id[slots] == rows.sequence_ids
         plain_live = live & self._plain[slots]
         if excluded:
-            plain_live[list(excluded)] = False
+            leaving = [row for row in excluded if plain_live[row]]
+            self._hand_over(slots[leaving], 0)
+            plain_live[leaving] = False
         if plain_live.all():
             self._cached = _CachedRows(rows, self._version, self._max_tokens[slots], self._stops[slots])
             return self.append_tokens(rows, tokens, ())
@@ -196,7 +200,7 @@ class InputBatch:
     def _append_plain(self, slots: Int64, tokens: Int64, max_tokens: Int64, stops: Int64) -> Int64:
         """Append tokens [m] of plain sequences in `slots`; return the rows that end.
 
-        Sequences that end receive their earlier tokens. `max_tokens` [m] and `stops` [m, K] end a sequence.
+        Sequences that end receive their earlier tokens. `max_tokens` [m], `stops` [m, K] and grammars end a sequence.
         """
         if not len(slots):
             return slots
@@ -205,12 +209,30 @@ class InputBatch:
         self._tokens[slots, num_tokens] = tokens
         num_tokens += 1
         self._num_tokens[slots] = num_tokens
-        ends: Int64 = ((num_tokens >= max_tokens) | (stops == tokens[:, None]).any(axis=1)).nonzero()[0]
-        for slot in slots[ends].tolist():
+        ends = (num_tokens >= max_tokens) | (stops == tokens[:, None]).any(axis=1)
+        constrained = (self._constrained[slots] & ~ends).nonzero()[0]
+        if len(constrained):
+            ends[constrained] = self._accept(slots[constrained], tokens[constrained])
+        ended: Int64 = ends.nonzero()[0]
+        self._hand_over(slots[ended], 1)
+        return ended
+
+    def _accept(self, slots: Int64, tokens: Int64) -> list[bool]:
+        """Whether the grammar of each sequence in `slots` [m] ends it, as it accepts its token or fails."""
+        ended = []
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             sequence = self.sequences[slot]
             assert sequence is not None
-            sequence.output_ids.extend(self._tokens[slot, : self._num_tokens[slot] - 1].tolist())
-        return ends
+            assert sequence.grammar is not None
+            ended.append(sequence.grammar.accept(token) or sequence.grammar.error is not None)
+        return ended
+
+    def _hand_over(self, slots: Int64, left: int) -> None:
+        """Give plain sequences their tokens so far, except the `left` last ones."""
+        for slot in slots.tolist():
+            sequence = self.sequences[slot]
+            assert sequence is not None
+            sequence.output_ids.extend(self._tokens[slot, : self._num_tokens[slot] - left].tolist())
 
     def mark_ended(self, sequence_id: int) -> None:
         """Mark a sequence as ended: tokens that are still sampled for it are discarded."""

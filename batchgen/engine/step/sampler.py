@@ -6,10 +6,12 @@ later.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,8 @@ from batchgen.request.processors import LoadedProcessor
 _NAN = ErrorInfo(
     ErrorCode.NAN_LOGITS, "the model's logits contain NaN for this row; try --dtype float32 or check the weights"
 )
+_MOST_FILL_THREADS = 8
+"""Most threads that fill masks; they use half of the run's, because more wait for memory."""
 _SLOW_FILL_SECONDS = 0.25
 """Time to fill one step's masks after which the next step fills and times each mask separately."""
 _MASKING_FIELDS = ("allowed_token_ids", "bad_words", "suppress_tokens", "custom_logit_processor")
@@ -103,7 +107,7 @@ class SampledTokens:
         exhausted: frozenset[int] = frozenset()
         if self._columns.masked is not None:
             rows = self._columns.masked_rows
-            empty = {row: rows[row] for row, is_empty in zip(rows, arrays.pop(0), strict=True) if is_empty}
+            empty = {row: rows[row] for row in compress(rows, arrays.pop(0).tolist())}
             exhausted = frozenset(row for row, sequence in empty.items() if sequence.grammar is not None)
             empty_errors = {row: _no_token_left(empty[row].request.params) for row in empty if row not in exhausted}
             errors = empty_errors | errors
@@ -171,7 +175,7 @@ class GrammarMasks:
         """`rows`: (row of the step, sample) of the constrained rows."""
         self._device = device
         self._ops = ops
-        self._rows = [row for _, row in rows]
+        self._rows = [(row, row.grammar) for _, row in rows if row.grammar is not None]
         (self._places,) = device.upload(np.array([i for i, _ in rows], np.int64))
         self._slow = False
 
@@ -180,43 +184,42 @@ class GrammarMasks:
 
         Ended rows allow all tokens, because their token is discarded.
         """
-        states = [None if row.ended else row.grammar for row in self._rows]
-        words = np.empty((len(states), bitmask_width(vocab)), np.int32)
-        began = time.perf_counter()
-        waiting = {
-            i: state.matcher
-            for i, state in enumerate(states)
-            if state is not None and state.fills_in_batches and not state.has_mask
-        }
-        together = len(waiting) > 1 and not self._slow and _fill_together(list(waiting.values()), list(waiting), words)
-        for i, state in enumerate(states):
-            if state is None:
+        staged = self._device.staging(len(self._rows), bitmask_width(vocab))
+        words, began = staged.numpy(), time.perf_counter()
+        waiting: dict[int, Any] = {}
+        for i, (row, state) in enumerate(self._rows):
+            if row.ended:
                 words[i] = -1
-            elif not (together and i in waiting):
+            elif (matcher := state.batch_matcher) is not None:
+                waiting[i] = matcher
+            else:
                 state.fill(words[i])
+        if not (len(waiting) > 1 and not self._slow and _fill_together(waiting, staged)):
+            for i in waiting:
+                self._rows[i][1].fill(words[i])
         self._slow = time.perf_counter() - began > _SLOW_FILL_SECONDS
-        (masks,) = self._device.upload(words)
-        return masks
+        return self._device.upload_staged(staged)
 
     def apply(self, logits: Tensor, masks: Tensor) -> None:
         """Mask the tokens of `logits` [R, V] float32 that `masks` (of `fill`) do not allow, in place."""
         self._ops.apply_bitmask(logits, masks, self._places)
 
 
-def _fill_together(matchers: list[Any], places: list[int], words: npt.NDArray[np.int32]) -> bool:
+def _fill_together(matchers: Mapping[int, Any], words: Tensor) -> bool:
+    threads = max(1, min(_MOST_FILL_THREADS, torch.get_num_threads() // 2, os.cpu_count() or 1))
     try:
-        _batch_matcher().batch_fill_next_token_bitmask(matchers, torch.from_numpy(words), places)
+        _batch_matcher(threads).batch_fill_next_token_bitmask(list(matchers.values()), words, list(matchers))
     except Exception:
         return False  # fill one by one, to find the failing matcher
     return True
 
 
 @lru_cache(maxsize=1)
-def _batch_matcher() -> Any:
+def _batch_matcher(threads: int) -> Any:
     # Imported here, because importing xgrammar takes seconds.
     import xgrammar
 
-    return xgrammar.BatchGrammarMatcher()
+    return xgrammar.BatchGrammarMatcher(threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,18 +311,23 @@ class SamplingMetadata:
         download = download or self._device.download(sampled.tokens, sampled.bad, *logprobs)
         return SampledTokens(sampled.tokens, self, {}, download)
 
-    def sample(self, logits: Tensor, num_sampled: Tensor) -> SampledTokens:
+    def sample(
+        self, logits: Tensor, num_sampled: Tensor, read_last: Callable[[], None] = lambda: None
+    ) -> SampledTokens:
         """Sample one token per row from the model's logits [R, V], which are changed in place.
 
-        `num_sampled`: [R] int64 on the device, tokens sampled for each row so far.
+        `num_sampled`: [R] int64 on the device, tokens sampled for each row so far; `read_last`: reads the last step, if
+        the rows need it, behind everything that can be queued before.
         """
         ops = self._ops
-        # First, because the host fills masks while the device computes the logits.
-        masks = self.grammars.fill(logits.shape[1]) if self.grammars is not None else None
         bad = ops.nan_rows(logits) if self.edits_logits else None
         raw = self.logprobs_gatherer.gather_raw(logits) if self.logprobs_gatherer is not None else None
         if self.edits_logits:
             logits = logits.float()
+        sampling = self.columns.at(num_sampled, ops)
+        if self.needs_host:
+            read_last()
+        masks = None if self.grammars is None else self.grammars.fill(logits.shape[1])
         errors: dict[int, ErrorInfo] = {}
         if self.logits_processor is not None:
             errors = self.logits_processor(logits, self._hidden_from_processors(self.logits_processor, bad))
@@ -327,7 +335,6 @@ class SamplingMetadata:
         if self.grammars is not None and masks is not None:
             self.grammars.apply(logits, masks)
         masked_logits = self.early.apply(logits, num_sampled) if self.early is not None else None
-        sampling = self.columns.at(num_sampled, ops)
         result = ops.sample(logits, sampling)
         tokens = result.tokens  # [R]
         if bad is None:  # a fused sampling kernel reports NaN rows without another pass over the logits

@@ -117,6 +117,13 @@ class StopState:
         """Whether the text after each token matters; if not, only the last token may stop the sample."""
         return self._search is not None or (self._separates and bool(self.stop_token_ids - self._always_ends))
 
+    @property
+    def needs_each_token(self) -> bool:
+        """Whether it must receive each token in time; if not, it only needs the last one."""
+        params = self._params
+        has_mask = params.thinking_budget is not None or params.constraint is not None
+        return self.tracks_text or (self._thoughts is not None and has_mask)
+
     def _new_search(self) -> StopSearch:
         params = self._params
         detokenizer = Detokenizer(self._tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
@@ -158,7 +165,7 @@ class StopState:
     def _follow(self, token: int, *, stops: bool, last: bool) -> list[int]:
         """The tokens in which stops are searched now that `token` is added."""
         assert self._thoughts is not None
-        if not (self.tracks_text or self._params.thinking_budget is not None or self._params.constraint is not None):
+        if not self.needs_each_token:
             return [token]  # the others may come all at once
         if stops:  # it is not a part of the text, unless it is kept
             in_answer = self._thoughts.part == "answer"
