@@ -34,11 +34,6 @@ MaskWords = npt.NDArray[np.int32]
 class GrammarState:
     """The grammar matcher of one sample, with the mask of its next token if it is already computed."""
 
-    __slots__ = (
-        "_batches", "_ended", "_grammars", "_next_mask", "_stop_words", "constraint", "error", "matcher", "seconds",
-        "stop_ids",
-    )  # fmt: skip
-
     def __init__(self, grammars: Grammars, params: SamplingParams, constraint: Constraint) -> None:
         tokenizer = grammars.tokenizer
         self.constraint = constraint

@@ -6,9 +6,9 @@ later.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import compress
@@ -35,7 +35,8 @@ _NAN = ErrorInfo(
     ErrorCode.NAN_LOGITS, "the model's logits contain NaN for this row; try --dtype float32 or check the weights"
 )
 _MOST_FILL_THREADS = 8
-"""Most threads that fill masks; they use half of the run's, because more wait for memory."""
+_LEAST_FILLED = 16
+"""Fewest masks for which a thread is woken."""
 _SLOW_FILL_SECONDS = 0.25
 """Time to fill one step's masks after which the next step fills and times each mask separately."""
 _MASKING_FIELDS = ("allowed_token_ids", "bad_words", "suppress_tokens", "custom_logit_processor")
@@ -177,6 +178,8 @@ class GrammarMasks:
         self._ops = ops
         self._rows = [(row, row.grammar) for _, row in rows if row.grammar is not None]
         (self._places,) = device.upload(np.array([i for i, _ in rows], np.int64))
+        # The threads of a device that has returned from its work may still wait actively.
+        self._threads = torch.get_num_threads() // (1 if device.asynchronous else 2)
         self._slow = False
 
     def fill(self, vocab: int) -> Tensor:
@@ -194,7 +197,7 @@ class GrammarMasks:
                 waiting[i] = matcher
             else:
                 state.fill(words[i])
-        if not (len(waiting) > 1 and not self._slow and _fill_together(waiting, staged)):
+        if not (len(waiting) > 1 and not self._slow and _fill_together(waiting, staged, self._threads)):
             for i in waiting:
                 self._rows[i][1].fill(words[i])
         self._slow = time.perf_counter() - began > _SLOW_FILL_SECONDS
@@ -205,21 +208,36 @@ class GrammarMasks:
         self._ops.apply_bitmask(logits, masks, self._places)
 
 
-def _fill_together(matchers: Mapping[int, Any], words: Tensor) -> bool:
-    threads = max(1, min(_MOST_FILL_THREADS, torch.get_num_threads() // 2, os.cpu_count() or 1))
+def _fill_together(matchers: Mapping[int, Any], words: Tensor, threads: int) -> bool:
+    """Fill the rows of `words` that are given with their matchers; False if one fails, whose row is then to be found.
+
+    xgrammar's own threads receive each row alone, which takes longer than a mask.
+    """
+    pool, fillers = _fill_threads(max(1, min(_MOST_FILL_THREADS, threads)))
+    places, size = list(matchers), max(_LEAST_FILLED, -(-len(matchers) // len(fillers)))
+    parts = [
+        pool.submit(_fill, filler, matchers, words, places[at : at + size])
+        for filler, at in zip(fillers, range(size, len(places), size), strict=False)
+    ]
+    filled = [_fill(fillers[-1], matchers, words, places[:size])]
+    filled += [part.result() for part in parts]
+    return all(filled)
+
+
+def _fill(filler: Any, matchers: Mapping[int, Any], words: Tensor, places: list[int]) -> bool:
     try:
-        _batch_matcher(threads).batch_fill_next_token_bitmask(list(matchers.values()), words, list(matchers))
+        filler.batch_fill_next_token_bitmask([matchers[place] for place in places], words, places)
     except Exception:
-        return False  # fill one by one, to find the failing matcher
+        return False
     return True
 
 
 @lru_cache(maxsize=1)
-def _batch_matcher(threads: int) -> Any:
+def _fill_threads(count: int) -> tuple[ThreadPoolExecutor, list[Any]]:
     # Imported here, because importing xgrammar takes seconds.
     import xgrammar
 
-    return xgrammar.BatchGrammarMatcher(threads)
+    return ThreadPoolExecutor(count, "masks"), [xgrammar.BatchGrammarMatcher(1) for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
