@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from batchgen.kernels.types import E4M3, AttentionArgs, AttentionBatch, KVPool
+from batchgen.kernels.types import E4M3, AttentionArgs, AttentionBatch, Ints, KVPool
 
 
 @dataclass(slots=True)
@@ -91,6 +91,17 @@ _TOGETHER: Final = 64
 """Pages copied at once, through temporary memory."""
 
 
+def in_turn(copies: Ints) -> Iterator[Ints]:
+    """Copies [n, 3] in parts [m, 3] for `copy_pages`, one after the other, as if each copy were made alone."""
+    start, written = 0, set[int]()
+    for at, (source, target, _) in enumerate(copies.tolist()):
+        if source in written or target in written:
+            yield copies[start:at]
+            start, written = at, set()
+        written.add(target)
+    yield copies[start:]
+
+
 def copy_pages(pool: KVPool, copies: Tensor) -> None:
     """Copy the first positions of pages to other pages, in every layer, for rows that continue from within a page.
 
@@ -99,7 +110,7 @@ def copy_pages(pool: KVPool, copies: Tensor) -> None:
     Args:
         pool: on any device.
         copies: [n, 3] int64 on the pool's device: source page, target page, number of positions from the page's start.
-            Applied in order: a page may be a target after it was a source, but not before.
+            A page may be a target after it was a source, but not before, and once; see `in_turn`.
     """
     places = torch.arange(pool.page_size, device=copies.device)
     for at in range(0, len(copies), _TOGETHER):

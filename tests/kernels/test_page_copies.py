@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from batchgen.kernels.cpu import ops
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.ops import COMPILED_OPS
 from batchgen.kernels.ops import TORCH_OPS
+from batchgen.kernels.pooled import in_turn
 from batchgen.kernels.types import KVPool, LayerKV
 
 PAGES = 90
@@ -58,3 +60,21 @@ def test_positions_are_copied_in_every_layer(
     monkeypatch.setattr(ops, "_SERIAL_COPIES", 0)
     copy_pages(pool, table)
     assert all(map(torch.equal, caches, expected))
+
+
+@pytest.mark.parametrize("copy_pages", COPIERS.values(), ids=COPIERS)
+def test_copies_may_read_what_earlier_ones_write(copy_pages: Callable[[KVPool, Tensor], None]) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        pool = KVPool.allocate([LayerKV(1, 3, 2)] * 2, 6, 4, torch.float32, torch.device("cpu"))
+        for cache in pool.caches:
+            cache.copy_(torch.from_numpy(rng.standard_normal(cache.shape)))
+        ends = np.array([rng.permutation(6)[:2] for _ in range(9)])
+        table = np.concatenate([ends, rng.integers(1, 5, (9, 1))], 1)
+        expected = [cache.clone() for cache in pool.caches]
+        for source, target, positions in table.tolist():
+            for cache in expected:
+                cache[target, :positions] = cache[source, :positions].clone()
+        for part in in_turn(table):
+            copy_pages(pool, torch.from_numpy(part.copy()))
+        assert all(map(torch.equal, pool.caches, expected))

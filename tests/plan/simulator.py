@@ -248,22 +248,17 @@ class Simulator:
         return nodes
 
     def copy(self, plan: StepPlan) -> None:
-        """Copy pages; the order of the copies must not matter."""
-        before = [list(self.memory[c.source]) for c in plan.copies]
-        targets = [c.target for c in plan.copies]
-        assert len(set(targets)) == len(targets)
-        for copy, source in zip(plan.copies, before, strict=True):
+        """Copy pages, one after the other."""
+        for copy in plan.copies:
             assert copy.source != 0
             assert copy.target != 0
             assert 0 < copy.tokens < self.size
-            assert self.memory[copy.source][: copy.tokens] == source[: copy.tokens]
-            self.memory[copy.target][: copy.tokens] = source[: copy.tokens]
-        if not self.held:
-            return
-        before = [list(self.window_memory[c.pages[-1][0]]) for c in plan.copies]
-        for copy, source in zip(plan.copies, before, strict=True):
-            assert 0 not in copy.pages[-1]
-            self.window_memory[copy.pages[-1][1]][: copy.tokens] = source[: copy.tokens]
+            self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
+            if self.held:
+                source, target = copy.pages[-1]
+                assert source != 0
+                assert target != 0
+                self.window_memory[target][: copy.tokens] = self.window_memory[source][: copy.tokens]
 
     def ids(self, chunk: PrefillChunk) -> list[int]:
         ids = self.prompt_ids[chunk.request]

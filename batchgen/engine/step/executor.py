@@ -21,7 +21,7 @@ from batchgen.errors import DeviceError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
 from batchgen.kernels.grouped import GroupedPool, grouped_attention
-from batchgen.kernels.pooled import AttentionCounts
+from batchgen.kernels.pooled import AttentionCounts, in_turn
 from batchgen.kernels.types import AttentionBatch, PagedAttention
 from batchgen.models.base import CaptureSpec, Model
 from batchgen.plan.step_plan import PageCopy, StepPlan
@@ -121,13 +121,14 @@ class ExecutorContext:
         return grouped_attention(self.backend.attention, self.pool, batches)
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
-        """Copy pages, in order: the source of one copy may be the target of a later one."""
+        """Copy pages, one after the other: a copy may read or overwrite what an earlier one has written."""
         if not copies:
             return
         try:
             for group, pool in enumerate(self.pool.parts):
-                table = [(*c.pages[group], c.tokens) for c in copies]
-                self.backend.ops.copy_pages(pool, *self.device.upload(np.array(table, np.int64)))
+                table = np.array([(*c.pages[group], c.tokens) for c in copies], np.int64)
+                for part in in_turn(table):
+                    self.backend.ops.copy_pages(pool, *self.device.upload(part))
         except RuntimeError as problem:
             if is_out_of_memory(problem):
                 raise DeviceError(f"out of memory while copying {len(copies)} KV pages; lower --kv-memory") from None
