@@ -104,7 +104,7 @@ def test_plain_rows_are_sampled_inside_graphs(tmp_path: Path) -> None:
     """The first step of each size runs eagerly, the second is captured, the others are replays."""
     device, counts = check(model_folder(tmp_path, "qwen3", layers=2), rows())
     steps = counts["graph_first"] + counts["graph_replays"]
-    assert steps == max(LENGTHS), "all steps but the first: the second computes the other prompts behind a graph"
+    assert steps == max(LENGTHS) - 1, "all steps but those with many prompt tokens for few rows"
     assert counts["graph_captures"] <= counts["graph_first"] < steps, "captured once per kind, at its second step"
     assert counts["graph_replays"] >= 2
     assert counts["graph_padded"] > 0, "5 rows are padded to 8, 3 to 4"

@@ -58,8 +58,9 @@ _MAX_RETIRED: Final = 4
 """Retired graphs that are kept because the device may still run them: two per step, at most two steps in flight."""
 _MAX_FED_TOKENS: Final = 8192
 """Most sampled tokens of one step that the next step can use as input."""
-_MOST_CHUNK_TOKENS: Final = 64
-"""Most tokens of chunks per decode row where a graph pays, which reads all weights once more than the chunks do."""
+_MOST_CHUNK_TOKENS: Final = 8
+"""Most tokens of chunks per decode row where a graph pays. It reads all weights once more, which costs nothing where
+the host's launches take longer than the step, and little where the rows are many."""
 
 
 def padded_rows(rows: int) -> int:
