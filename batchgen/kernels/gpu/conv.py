@@ -69,7 +69,8 @@ def _conv(
         b_kept = tl.where(m_before, b_before.to(tl.float32), b_own.to(tl.float32))
         p_kept = p_states + (slot * WIDTH + o_kept)[:, None] * CHANNELS + o_channel[None, :]
         tl.debug_barrier()  # a thread may still load what another one overwrites
-        tl.store(p_kept, rounded(b_kept, p_states.dtype.element_ty), mask=m_row & (slot != 0))
+        if slot != 0:
+            tl.store(p_kept, rounded(b_kept, p_states.dtype.element_ty), mask=m_row)
 
 
 def causal_conv(

@@ -60,7 +60,8 @@ def _attend(
         tl.store(p_out + row * HEADS * V + o_value, rounded(b_out, p_out.dtype.element_ty), mask=m_value)
     if READ == 0:
         tl.debug_barrier()  # a thread may still load what another one overwrites
-        tl.store(p_states + slot * HEADS * K * V + o_cell, b_state, mask=m_cell & (slot != 0))
+        if slot != 0:
+            tl.store(p_states + slot * HEADS * K * V + o_cell, b_state, mask=m_cell)
 
 
 def linear_attention(

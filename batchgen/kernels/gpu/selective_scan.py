@@ -50,7 +50,8 @@ def _scan(
         tl.store(p_out + row * CHANNELS + o_channel, tl.sum(b_state * b_c[None, :], axis=1), mask=m_channel)
     if READ == 0:
         tl.debug_barrier()  # a thread may still load what another one overwrites
-        tl.store(p_states + slot * CHANNELS * SIZE + o_cell, b_state, mask=m_cell & (slot != 0))
+        if slot != 0:
+            tl.store(p_states + slot * CHANNELS * SIZE + o_cell, b_state, mask=m_cell)
 
 
 def selective_scan(
