@@ -73,7 +73,11 @@ class TableWriter:
 
     def write_group(self, group: EncodedGroup) -> None:
         """Write a row group that is encoded already."""
-        self._groups.append(metadata_at(group, self._stream.tell()))
+        metadata = metadata_at(group, self._stream.tell())
+        if self._groups:
+            self._groups[0].append_row_groups(metadata)  # which keeps less than the whole
+        else:
+            self._groups.append(metadata)
         self._stream.write(group.data)
         self.nulls.update(group.nulls)
 

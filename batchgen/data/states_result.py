@@ -46,6 +46,7 @@ GROUP_BYTES: Final = 8 << 20
 _MAX_THREADS: Final = 8
 GROUP_ROWS: Final = 10_000
 _OPEN_FILES: Final = 64
+"""Most parts that are open at once, in all threads."""
 _KEYS: Final = ("row_index", "prompt_index", "sample_index", "layer")
 
 
@@ -69,23 +70,29 @@ def write_states_result(
     run = {**footer, "contents": STATES_CONTENTS, "rows": len(index)}
 
     def encoded(rows: npt.NDArray[np.int64]) -> EncodedGroup:
-        with _OpenParts(parts) as open_parts:
+        with _OpenParts(parts, max(1, _OPEN_FILES // threads)) as open_parts:
             records = [open_parts.record(file, at) for file, at in zip(files[rows].tolist(), index[rows], strict=True)]
         return states_group(_table(records))
 
     def write(stream: BinaryIO) -> None:
-        groups = _groups(index["length"][order])
+        lengths = index["length"][order]
+        groups = _groups(lengths)
         with (
             TableWriter(stream, with_footer(run, STATES_SCHEMA)) as writer,
             ThreadPoolExecutor(threads, thread_name_prefix="states") as pool,
         ):
-            ahead: deque[Future[EncodedGroup]] = deque()
+            ahead: deque[tuple[int, Future[EncodedGroup]]] = deque()
+            held = 0
             for rows in groups:
-                ahead.append(pool.submit(encoded, order[rows]))
-                if len(ahead) > threads:  # each holds a group in memory
-                    writer.write_group(ahead.popleft().result())
-            while ahead:
-                writer.write_group(ahead.popleft().result())
+                size = int(lengths[rows].sum())
+                while ahead and held + size > threads * GROUP_BYTES:  # a large record is alone
+                    nbytes, oldest = ahead.popleft()
+                    writer.write_group(oldest.result())
+                    held -= nbytes
+                ahead.append((size, pool.submit(encoded, order[rows])))
+                held += size
+            for _, group in ahead:
+                writer.write_group(group.result())
 
     write_durably(path, write)
     _read_back(path, index[order])
@@ -140,8 +147,10 @@ def _key_order(index: Index) -> npt.NDArray[np.int64]:
 class _OpenParts:
     """Reader of records from many parts, with a limited number of open files (least recently used are closed)."""
 
-    def __init__(self, parts: Sequence[Path]) -> None:
+    def __init__(self, parts: Sequence[Path], most: int) -> None:
+        """`most`: open files."""
         self._parts = parts
+        self._most = most
         self._streams: OrderedDict[int, BinaryIO] = OrderedDict()
 
     def record(self, file: int, entry: np.void) -> StateRecord:
@@ -153,7 +162,7 @@ class _OpenParts:
         try:
             with part_errors(self._parts[file]):
                 if file not in self._streams:
-                    if len(self._streams) == _OPEN_FILES:
+                    if len(self._streams) == self._most:
                         self._streams.popitem(last=False)[1].close()
                     self._streams[file] = open_own(self._parts[file])
                 self._streams.move_to_end(file)
