@@ -249,6 +249,8 @@ class Simulator:
 
     def copy(self, plan: StepPlan) -> None:
         """Copy pages, one after the other."""
+        targets = [c.target for c in plan.copies]
+        assert len(set(targets)) == len(targets)
         for copy in plan.copies:
             assert copy.source != 0
             assert copy.target != 0
