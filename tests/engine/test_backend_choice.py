@@ -23,6 +23,7 @@ from batchgen.errors import UsageError
 from batchgen.request.fields.params import SamplingParams
 from batchgen.request.table.request_table import RequestTable
 from tests.e2e.runner import run
+from tests.engine.fake_device import LateDevice
 from tests.kernels.flash.fake_flash import Fakes, fakes
 from tests.models.loading import inspect_model
 
@@ -167,6 +168,21 @@ def test_flash_is_measured_and_used(hopper: None, library: Path, fake: Fakes) ->
     assert kernels == f"flash-attn 3 of {library} (faster than {TRITON}: 0.1 ms against 0.2 ms a layer)"
     assert ids == expected
     assert len(fake.forwards) > 10
+
+
+def test_flash_computes_prompts_and_graphs_decode(hopper: None, library: Path, fake: Fakes) -> None:
+    """Whole steps: those that only decode are Triton's graphs, and flash runs the others."""
+    config = {"dtype": "float16", "device": "cpu", "page_size": 4, "flash_library": str(library)}
+    rows = [{"input_ids": [5 + i, 6, 7], "temperature": 0, "max_new_tokens": 6, "ignore_eos": True} for i in range(3)]
+    expected = list(Engine(str(model_path()), **{**config, "attention": "torch"}).generate(rows, ordered=True))
+    engine = Engine(str(model_path()), **config, attention="flash")
+    engine.device = LateDevice(captures=True)
+    fake.forwards.clear()
+    done = list(engine.generate(rows, ordered=True))
+    assert [list(c.output_ids) for c in done] == [list(c.output_ids) for c in expected]
+    counts = engine.last_run.loop.counts()
+    assert counts["graph_replays"] + counts["graph_first"] == 5, "all steps but the first"
+    assert len(fake.forwards) == engine.model.spec.num_layers, "one step"
 
 
 def test_the_footer_and_the_report_name_the_kernels(hopper: None, library: Path, tmp_path: Path) -> None:

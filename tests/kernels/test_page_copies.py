@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels.cpu import ops
+from batchgen.engine.step.executor import ExecutorContext
+from batchgen.kernels.backend import TORCH
+from batchgen.kernels.cpu import ops as cpu_ops
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.ops import COMPILED_OPS
-from batchgen.kernels.ops import TORCH_OPS
-from batchgen.kernels.pooled import in_turn
+from batchgen.kernels.device import HOST
+from batchgen.kernels.grouped import GroupedPool
+from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import KVPool, LayerKV
+from batchgen.plan.step_plan import PageCopy
 
 PAGES = 90
-COPIERS = {"torch": TORCH_OPS.copy_pages, **({"compiled": COMPILED_OPS.copy_pages} if loaded() else {})}
+BY_NAME = {"torch": TORCH_OPS, **({"compiled": COMPILED_OPS} if loaded() else {})}
+COPIERS = {name: ops.copy_pages for name, ops in BY_NAME.items()}
+NONE: Any = None
 
 
 @pytest.mark.parametrize("copy_pages", COPIERS.values(), ids=COPIERS)
@@ -57,13 +65,13 @@ def test_positions_are_copied_in_every_layer(
         for cache in expected:
             cache[target, :positions] = cache[source, :positions].clone()
     torch.set_num_threads(threads)
-    monkeypatch.setattr(ops, "_SERIAL_COPIES", 0)
+    monkeypatch.setattr(cpu_ops, "_SERIAL_COPIES", 0)
     copy_pages(pool, table)
     assert all(map(torch.equal, caches, expected))
 
 
-@pytest.mark.parametrize("copy_pages", COPIERS.values(), ids=COPIERS)
-def test_copies_may_read_what_earlier_ones_write(copy_pages: Callable[[KVPool, Tensor], None]) -> None:
+@pytest.mark.parametrize("ops", BY_NAME.values(), ids=BY_NAME)
+def test_copies_of_a_step_may_read_what_earlier_ones_write(ops: Ops) -> None:
     rng = np.random.default_rng(0)
     for _ in range(30):
         pool = KVPool.allocate([LayerKV(1, 3, 2)] * 2, 6, 4, torch.float32, torch.device("cpu"))
@@ -75,6 +83,8 @@ def test_copies_may_read_what_earlier_ones_write(copy_pages: Callable[[KVPool, T
         for source, target, positions in table.tolist():
             for cache in expected:
                 cache[target, :positions] = cache[source, :positions].clone()
-        for part in in_turn(table):
-            copy_pages(pool, torch.from_numpy(part.copy()))
+        grouped = GroupedPool([pool], {0: (0, 0), 1: (0, 1)})
+        context = ExecutorContext(NONE, grouped, replace(TORCH, ops=ops), HOST, NONE, NONE, None)
+        copies = [PageCopy(source, target, count, [(source, target)]) for source, target, count in table.tolist()]
+        context.copy_pages(copies)
         assert all(map(torch.equal, pool.caches, expected))
