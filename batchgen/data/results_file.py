@@ -68,7 +68,13 @@ class TableWriter:
         """Column -> number of nulls so far."""
 
     def write_table(self, table: pa.Table) -> None:
-        """Write the rows of a table as one row group."""
+        """Write the rows of a table as one row group.
+
+        Raises:
+            ValueError: it has another schema. Types of one form in Parquet would be read as each other.
+        """
+        if not table.schema.equals(self.schema):
+            raise ValueError(f"a table of {table.schema.names} has another schema than the file")
         self.write_group(encode_group(table, **self._options))
 
     def write_group(self, group: EncodedGroup) -> None:

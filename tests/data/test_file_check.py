@@ -236,3 +236,15 @@ def test_json_lines_as_far_as_they_tell(tmp_path: Path, lines: list[bytes], erro
         (tmp_path / "r.errors.jsonl").write_bytes(b"".join(errors))
     found = "; ".join(problems(out))
     assert (problem in found) if problem else not found
+
+
+def test_a_table_of_another_schema_is_not_written(tmp_path: Path) -> None:
+    """Also not if Parquet stores both in one form, and the file's schema would give the rows another type."""
+    schema = pa.schema({"text": pa.string()})
+    with (tmp_path / "a.parquet").open("wb") as stream, parquet_writer(stream, schema) as writer:
+        for other in (pa.large_string(), pa.int64()):
+            with pytest.raises(ValueError, match="another schema"):
+                writer.write_table(pa.table({"text": pa.array([], other)}))
+        writer.write_table(pa.table({"text": ["a"]}))
+    with open_parquet(tmp_path / "a.parquet") as stored:
+        assert stored.read()["text"].to_pylist() == ["a"]
