@@ -62,6 +62,8 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
     engine = {name: values.pop(name) for name in list(values) if BY_NAME[name].target == "engine"}
     _check_sampling(sampling)
     _check_names(sampling, engine, values.get("events"))
+    if values.get("prompt_column") is not None and values.get("prompt_template") is not None:
+        raise UsageError("`--prompt-column` and `--prompt-template` both say what the prompt is; leave one out")
     return RunConfig(
         inputs=inputs,
         output=_output_path(inputs, output, cwd, "shard" in values),

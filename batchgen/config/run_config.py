@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from batchgen.config.engine_config import ENGINE, ENGINE_OPTIONS, INPUT, JOB, MODEL, OUTPUT, EngineConfig
 from batchgen.config.option_types import (
+    CARRY,
     COLUMNS,
     DURATION,
     FILE,
@@ -21,6 +22,7 @@ from batchgen.config.option_types import (
     SHARD,
     SIZE,
     TEXT,
+    TEXT_FILE,
     THRESHOLD,
     Option,
     coerce,
@@ -49,6 +51,12 @@ class RunConfig:
     )
     prompt_column: str | None = INPUT.option(
         None, "Field that contains the prompt. Example: --prompt-column question", NAME
+    )
+    prompt_template: str | None = INPUT.option(
+        None,
+        "Jinja template that makes each prompt from the fields of its row: a text, or messages if it is their JSON. "
+        "Example: --prompt-template 'Translate to {{ language }}: {{ text }}'",
+        TEXT_FILE,
     )
     id_column: str | None = INPUT.option(None, "Field that contains the id of the row. Example: --id-column uid", NAME)
     image_column: str | None = INPUT.option(
@@ -88,6 +96,12 @@ class RunConfig:
         "all",
         "Unknown fields of a row to write to the output: all as JSON in the column `extra`, none, or the named ones as "
         "separate columns. Example: --carry source,lang",
+        CARRY,
+    )
+    columns: tuple[str, ...] | None = OUTPUT.option(
+        None,
+        "Columns to write, in this order, carried fields among them; all if not given. Rows cannot be reused from such "
+        "an output. Example: --columns id,text,lang",
         COLUMNS,
     )
     strict_fields: bool = INPUT.option(
@@ -168,7 +182,7 @@ class RunConfig:
     """Option -> source of its value; absent: default."""
 
     @property
-    def columns(self) -> NamedColumns:
+    def named_columns(self) -> NamedColumns:
         """The fields that options name."""
         return NamedColumns(self.prompt_column, self.id_column, self.image_column, self.audio_column)
 

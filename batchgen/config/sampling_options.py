@@ -11,6 +11,7 @@ from batchgen.config.option_types import (
     NAME,
     NUMBER,
     TEXT,
+    TEXT_FILE,
     TOKEN_IDS,
     Group,
     Option,
@@ -72,7 +73,7 @@ def _hidden_states(text: str) -> bool | dict[str, Any]:
 
 
 _NONEMPTY = ValueType("TEXT", _nonempty)
-_BY_METAVAR = {"NAME": NAME, "TEXT|@PATH": ValueType("TEXT|@PATH", _nonempty, accepts_file=True)}
+_BY_METAVAR = {"NAME": NAME, "TEXT|@PATH": TEXT_FILE}
 """Value types that a field's declaration names."""
 _BY_CHECK: dict[checks.Check, ValueType] = {
     checks.boolean: BOOL,

@@ -29,8 +29,13 @@ Carry = Literal["all", "none"] | tuple[str, ...]
 """Value of `--carry`."""
 
 
-def effective_carry(carry: Carry, *, include_source: bool) -> Carry:
-    """Fields that are carried: with `--include-source` also the row's source, as columns unless all goes to `extra`."""
+def effective_carry(carry: Carry, columns: Sequence[str], *, include_source: bool) -> Carry:
+    """Fields that are carried: those of `--carry`, of `--columns`, and with `--include-source` the row's source.
+
+    The source is in separate columns unless all carried fields go to `extra`.
+    """
+    if named := [name for name in columns if name not in SCHEMA.names and (carry == "all" or name not in carry)]:
+        carry = (*(() if isinstance(carry, str) else carry), *named)
     if not include_source or carry == "all":
         return carry
     return (*(name for name in (() if carry == "none" else carry) if name not in SOURCE_COLUMNS), *SOURCE_COLUMNS)
@@ -42,7 +47,7 @@ def carried_fields(
     """The output columns of the named fields, in the order given.
 
     Args:
-        names: field names given by `--carry`.
+        names: field names given by `--carry` or `--columns`.
         files: the input files, in any layout.
         columns: the fields that options name, which are not carried, unlike those that they replace.
 

@@ -38,16 +38,17 @@ def job_mark(run: Mapping[str, Any], *, first: bool = False) -> dict[str, Any]:
 
     Args:
         run: the run record of the results' footer.
-        first: whether the line is of the first row, which also names the kernels and the format of thoughts.
+        first: whether the line is of the first row, which also names the kernels and the format of thoughts, and with
+            `--columns` has the totals of the job.
     """
-    names = ("states", "kernels", "reasoning", "tool_parser") if first else ("states",)
+    names = ("states", "kernels", "reasoning", "tool_parser", "totals") if first else ("states",)
     more = {name: run[name] for name in names if run.get(name)}
     return {"job": run["fingerprint"][:_JOB_DIGITS], **more}
 
 
 def lines_of_job(path: Path, fingerprint: str) -> Mapping[str, Any] | None:
     """The mark of an output of JSON lines that the job wrote; None if it is not the job's, or holds no line."""
-    mark = _first_mark(path) if exists(path) else None
+    mark = first_mark(path) if exists(path) else None
     return mark if mark is not None and mark["job"] == fingerprint[:_JOB_DIGITS] else None
 
 
@@ -93,7 +94,7 @@ def odd_line(file: Path) -> OddLine | None:
     return min(odd_lines, default=None)
 
 
-def _first_mark(path: Path) -> Mapping[str, Any] | None:
+def first_mark(path: Path) -> Mapping[str, Any] | None:
     """The mark of the first line. If all lines of a job are errors, it is in their file."""
     for file in (path, errors_path(path)):
         with suppress(OSError), open_named(file) as stream:

@@ -20,6 +20,7 @@ from batchgen.data.checksums import CheckedStream, ChecksumWriter, read_checksum
 from batchgen.data.durable_files import NO_FILE, part_errors
 from batchgen.data.files import is_file, open_named, open_own
 from batchgen.data.joined_groups import MAGIC, EncodedGroup, encode_group, joined_footer, metadata_at
+from batchgen.data.lines import is_lines
 from batchgen.data.schema import READABLE_VERSIONS, RUN_KEY, VERSION_KEY
 from batchgen.errors import InputError
 from batchgen.request.foreign_text import ForeignTextError, Kinds, read_json, typed
@@ -258,6 +259,24 @@ def intact_footer(path: Path, contents: str | None = None) -> dict[str, Any] | N
         return read_footer(path, contents)
     except DamagedFile:
         return None
+
+
+def refuse_columns(path: Path, record: Mapping[str, Any] | None) -> None:
+    """Refuse to read an output whose other columns are not there.
+
+    Raises:
+        InputError: `--columns` wrote it.
+    """
+    if columns := (record or {}).get("columns"):
+        raise InputError(
+            f"{path} holds only the columns that --columns named ({', '.join(columns)}), which any Parquet tool reads. "
+            "batchgen show, export, verify, merge and --reuse need all: run its command without --columns."
+        )
+
+
+def keeps_rows(path: Path) -> bool:
+    """Whether rows can be read back from an output: it is not JSON lines, nor made with `--columns`."""
+    return not is_lines(path) and not (intact_footer(path) or {}).get("columns")
 
 
 def _ends_as_parquet(stream: BinaryIO) -> bool:

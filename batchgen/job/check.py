@@ -73,6 +73,8 @@ class CheckReport:
     """The same of the first row of each cause, with the number of its `rows`; the first causes, the commonest first."""
     commonest_error: str | None
     """The most frequent reason of row errors, with its first row."""
+    template_fields: list[str]
+    """Fields that --prompt-template reads; empty without one."""
     carried_options: list[dict[str, Any]]
     """`key`, `rows` and `hint` of each carried key that looks like an option."""
     media: dict[str, Any] | None
@@ -216,6 +218,7 @@ def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, Out
         row_errors=errors.shown,
         error_causes=sorted(errors.causes.values(), key=lambda cause: (-cause["rows"], cause["row"])),
         commonest_error=errors.reasons.commonest(),
+        template_fields=sorted(setup.columns.template.fields) if setup.columns.template is not None else [],
         carried_options=carried_notes(rows.carried_options, config.carry),
         media=setup.media_plan(table),
         prompt_tokens=workload.tree.prompt_tokens,
@@ -334,6 +337,8 @@ def _lines(report: CheckReport) -> list[str]:
     more = sum(report.errors.values()) - sum(cause["rows"] for cause in report.error_causes)
     if more:
         lines.append(f"  ... and {more:,} more")
+    if report.template_fields:
+        lines.append(f"template        reads {', '.join(report.template_fields)}")
     lines += [f"carried         {note_line(note)}" for note in report.carried_options[:MAX_NOTES]]
     if report.media is not None:
         lines.append(

@@ -13,12 +13,13 @@ from typing import Any, BinaryIO
 
 from batchgen.data.files import exists, is_file, remove_file, resolved, sync_folder
 from batchgen.data.lines import errors_path, has_only_marks, is_lines
-from batchgen.data.out.export import ExportCounts, read_line_totals, row_shapes, write_as_given
+from batchgen.data.out.chosen_columns import publish_columns, totals_of, with_totals
+from batchgen.data.out.export import ExportCounts, row_shapes, write_as_given
 from batchgen.data.out.finish import finish
 from batchgen.data.out.openai_bodies import TokenPiece
 from batchgen.data.out.view import Results, Totals, read_totals
 from batchgen.data.read.input_set import InputSet
-from batchgen.data.results_file import intact_footer, read_footer
+from batchgen.data.results_file import intact_footer, keeps_rows, read_footer
 from batchgen.data.store.damage import Note, ignore, output_damage
 from batchgen.data.store.job_changes import INPUT_FILES, changes, describe_changes
 from batchgen.data.store.output_budget import OutputBudget
@@ -58,8 +59,8 @@ class OpenedJob:
             OutputError: as `open_work`.
         """
         retry = self.setup.config.retry_errors
-        if retry and is_lines(self.paths.result):
-            self._refuse_retry_of_lines()
+        if retry and not keeps_rows(self.paths.result):
+            self._refuse_retry()
         clock, policy = set_clock(self.setup, self.identity, self.paths), self._policy()
         if policy == "resume-anyway" and not is_complete(self.paths, self.identity.run):
             work = read_state(self.paths.work) if has_results(self.paths.work) else None
@@ -84,15 +85,16 @@ class OpenedJob:
             instead = "Leave out --reuse to compute all rows."
             self._refuse_other_environment(Path(named), _job_of(Path(named)), instead)
 
-    def _refuse_retry_of_lines(self) -> None:
-        """Refuse to retry the errors of a finished output of JSON lines."""
+    def _refuse_retry(self) -> None:
+        """Refuse to retry the errors of a finished output whose rows cannot be read back."""
         path = self.paths.result
         if self.setup.config.existing == "overwrite" or not is_complete(self.paths, self.identity.run):
             return
-        if output_damage(path, self.paths.states, whole=False) is None and read_line_totals(path).rows_error:
+        if output_damage(path, self.paths.states, whole=False) is None and totals_of(path).rows_error:
+            what = "JSON lines" if is_lines(path) else "the columns of --columns"
             raise UsageError(
-                f"{path} holds JSON lines, whose errors cannot be retried alone. For retries run with -o "
-                "OUT.parquet, and write the lines with batchgen export."
+                f"{path} holds {what}, whose errors cannot be retried alone. For retries run with -o OUT.parquet and "
+                "all columns, and write lines with batchgen export."
             )
 
     def _policy(self) -> Policy:
@@ -154,7 +156,7 @@ class OpenedJob:
     def _other_files(self) -> list[Path]:
         """The files of the job that was refused."""
         if exists(self.paths.result):
-            return [] if is_lines(self.paths.result) else files_of(self.paths.result)
+            return files_of(self.paths.result) if keeps_rows(self.paths.result) else []
         return intact_files([*part_files(self.paths.work), *earlier_parts(self.paths.work)])
 
 
@@ -187,30 +189,32 @@ def write_output(work: WorkFolder, rows: Ingested, record: Mapping[str, Any], se
         "layer_ids": [*setup.spec.moe_layers] or None,
         "experts_per_token": setup.spec.experts_per_token or None,
     }
-    most = setup.config.max_output_bytes
-    if not is_lines(result):
+    most, columns = setup.config.max_output_bytes, setup.config.columns or ()
+    if not is_lines(result) and not columns:
         finish(work, rows.expected, made, max_bytes=most)
         return read_totals(result)
     totals = Totals()
 
     def publish(whole: Path) -> None:
         nonlocal totals
-        totals = _publish_lines(setup, result, whole)
+        totals = read_totals(whole)
+        if is_lines(result):
+            _publish_lines(setup, result, whole)
+        else:
+            publish_columns(work, whole, columns, most)
 
     finish(work, rows.expected, made, max_bytes=most, publish=publish)
     return totals
 
 
-def _publish_lines(setup: Setup, path: Path, whole: Path) -> Totals:
+def _publish_lines(setup: Setup, path: Path, whole: Path) -> None:
     """Write the lines of a complete results file, with the failed batch lines in a separate file, atomically.
-
-    Returns:
-        The totals of the results.
 
     Raises:
         OutputError: the disk is full, or the files exceed `--max-output-bytes`; nothing was replaced.
     """
-    results = Results([whole], True, read_footer(whole))
+    columns = setup.config.columns or ()
+    results = Results([whole], True, with_totals(whole, columns) if columns else read_footer(whole))
     lines = any(shape.line for shape in row_shapes(results))
     errors = errors_path(path)
     budget = OutputBudget(setup.config.max_output_bytes)
@@ -221,7 +225,7 @@ def _publish_lines(setup: Setup, path: Path, whole: Path) -> Totals:
         return TokenPiece(pieces()[token], token in tokenizer.special_ids)
 
     def write(streams: Sequence[BinaryIO]) -> ExportCounts:
-        counts = write_as_given(results, streams[0], streams[1] if lines else None, piece)
+        counts = write_as_given(results, streams[0], streams[1] if lines else None, piece, columns)
         budget.check(sum(stream.tell() for stream in streams))
         return counts
 
@@ -229,4 +233,3 @@ def _publish_lines(setup: Setup, path: Path, whole: Path) -> Totals:
     if not lines and is_file(errors) and has_only_marks(errors):
         remove_file(errors)  # of the output that was replaced
         sync_folder(errors.parent)
-    return read_totals(whole)

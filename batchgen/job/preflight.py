@@ -18,6 +18,7 @@ from pathlib import Path
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
+from batchgen.data.carry import Carry, effective_carry
 from batchgen.data.files import followed, resolved, status_of, system
 from batchgen.data.read.input_files import FoundInput, find_inputs
 from batchgen.data.read.selection import Selection
@@ -58,6 +59,7 @@ def preflight(config: RunConfig) -> CheckedJob:
             a logit processor cannot be imported.
         OutputError: the report cannot be written.
     """
+    _check_columns(config)
     model = check_engine_model(config.engine)
     hashes = model.hashes()
     inputs = tuple(find_inputs(config.inputs, reserved_paths(config), config.input_format))
@@ -131,6 +133,27 @@ def selection_of(config: RunConfig) -> Selection:
         sample_seed=config.engine.seed,
         shard=(config.shard.index, config.shard.count) if config.shard else None,
     )
+
+
+def carry_of(config: RunConfig) -> Carry:
+    """The fields that are carried to the output, as the options name them."""
+    return effective_carry(config.carry, config.columns or (), include_source=config.include_source)
+
+
+def _check_columns(config: RunConfig) -> None:
+    """Refuse `--columns` with which a column would be empty, or the output of no use.
+
+    Raises:
+        UsageError: the message names the remedy.
+    """
+    columns = config.columns or ()
+    for name in {"prompt", "prompt_ids"}.intersection(columns):
+        if not getattr(config, f"include_{name}"):
+            raise UsageError(
+                f"`--columns` {name}: the column is written with --include-{name.replace('_', '-')}; add it"
+            )
+    if columns and config.shard is not None:
+        raise UsageError("`--columns` with --shard: shards are merged by their other columns; leave out --columns")
 
 
 def wait_for_hashes(hashes: FileHashes, note: Callable[[str], None], stop: StopRequest | None = None) -> None:

@@ -25,7 +25,7 @@ from batchgen.engine.machine import prepare_device
 from batchgen.engine.media.job import plan_media
 from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.engine.quantization import choose_numbers
-from batchgen.job.preflight import CheckedJob
+from batchgen.job.preflight import CheckedJob, carry_of
 from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.kernels.cpu.library import load_library
 from batchgen.models.base import ModelSpec
@@ -37,10 +37,12 @@ from batchgen.models.load import DeviceName, checked_spec, load_checked
 from batchgen.models.media.encoder import tower_bytes
 from batchgen.models.media.processor import processor_digest
 from batchgen.models.native.own_integers import stored_sizes
+from batchgen.request.fields.named_columns import NamedColumns
 from batchgen.request.printable import format_size
 from batchgen.request.rows.unknown_keys import CarriedOptions
 from batchgen.request.rows.values import RowDefaults
 from batchgen.request.table.request_table import RequestTable
+from batchgen.text.chat.prompt_template import PromptTemplate
 from batchgen.text.tokens.tokenizer import Tokenizer
 from batchgen.user_cache import library_version
 
@@ -60,6 +62,8 @@ class Setup:
     front_end: FrontEnd
     defaults: RowDefaults
     hashes: FileHashes
+    columns: NamedColumns
+    """The fields that prompts, ids and media are read from."""
 
     def load_engine(self) -> Engine:
         """The engine of the job with its weights; on a GPU its kernels are compiled, too.
@@ -216,10 +220,13 @@ def prepare(
         system=config.system,
         events=config.events is not None,
     )
-    carried = () if isinstance(config.carry, str) else config.carry
-    options = CarriedOptions(carried, strict=config.strict_fields)
+    carry = carry_of(config)
+    options = CarriedOptions(() if isinstance(carry, str) else carry, strict=config.strict_fields)
     defaults = replace(defaults, prompt_column=config.prompt_column, carried_options=options)
-    setup = Setup(config, job.model, spec, front_end, defaults, job.hashes)
+    columns = config.named_columns
+    if config.prompt_template is not None:
+        columns = columns._replace(template=PromptTemplate(config.prompt_template))
+    setup = Setup(config, job.model, spec, front_end, defaults, job.hashes, columns)
     if folder.note is not None:
         note(folder.note)
     if folder.plain is not None:

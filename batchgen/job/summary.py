@@ -18,10 +18,10 @@ from rich.text import Text
 from batchgen.data.durable_files import replace_durably
 from batchgen.data.files import exists, followed, is_file, open_to_replace, temporary_near
 from batchgen.data.lines import errors_path, is_lines, lines_of_job
-from batchgen.data.out.export import read_line_totals
-from batchgen.data.out.view import Totals, first_answer, read_totals
+from batchgen.data.out.chosen_columns import totals_of
+from batchgen.data.out.view import Totals, first_answer
 from batchgen.data.reserved_paths import refuse_other_file
-from batchgen.data.results_file import read_footer
+from batchgen.data.results_file import keeps_rows, read_footer
 from batchgen.errors import BatchgenError, OutputError
 from batchgen.job.display.console import SafeConsole
 from batchgen.job.display.media_figures import MEDIA_COUNTS, media_line
@@ -201,7 +201,7 @@ def finished_summary(result: Path, fingerprint: str, count_rows: Callable[[], in
     if is_lines(result):
         totals, record = _line_counts(result, fingerprint, count_rows(), skips)
     else:
-        totals, record = read_totals(result), read_footer(result) or {}
+        totals, record = totals_of(result), read_footer(result) or {}
     return RunSummary(
         output=str(result),
         rows=int(record.get("input_rows") or totals.rows),
@@ -221,7 +221,7 @@ def _line_counts(result: Path, fingerprint: str, rows: int, skips: bool) -> tupl
     Raises:
         OutputError: rows have no line, and none may be skipped.
     """
-    totals = read_line_totals(result)
+    totals = totals_of(result)
     without = max(0, rows - totals.rows)
     if without and not skips:
         raise OutputError(
@@ -305,7 +305,7 @@ def _summary_text(summary: RunSummary, *, folded: bool, width: int) -> Table | T
 def _answer(summary: RunSummary, width: int) -> Text:
     """The first answer that has text, on one line."""
     line = Text()
-    if is_lines(Path(summary.output)):
+    if not keeps_rows(Path(summary.output)):
         return line
     with suppress(BatchgenError, OSError):
         line = Text(printable((first_answer(Path(summary.output)) or "").strip().replace("\n", " ")))
@@ -344,7 +344,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
     if summary.kv_peak_bytes_by_group:
         lines.append(("KV peak", Text(format_kv_peak(summary.kv_peak_bytes_by_group))))
     lines += [("advice" if i == 0 else "", Text(line, style="yellow")) for i, line in enumerate(summary.advice)]
-    if not summary.rows_error and not is_lines(Path(summary.output)):
+    if not summary.rows_error and keeps_rows(Path(summary.output)):
         lines.append(("next", Text(f"batchgen show {shlex.quote(summary.output)}", style="dim")))
     return lines
 
@@ -357,9 +357,9 @@ def _by_count(counts: Mapping[str, int]) -> str:
 
 def _where_errors_are(output: str) -> str:
     path = Path(output)
-    if not is_lines(path):
+    if keeps_rows(path):
         return f"batchgen show {shlex.quote(output)} --errors"
-    return str(errors_path(path) if exists(errors_path(path)) else path)
+    return str(errors_path(path) if is_lines(path) and exists(errors_path(path)) else path)
 
 
 def _steps(engine: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ REACHING = {
 """Options that reach files, code or the network."""
 HARMLESS = {
     *("prompt_column", "id_column", "image_column", "audio_column"),  # names within the input
-    *("system", "shard", "carry", "served_model_name"),  # texts
+    *("system", "shard", "carry", "columns", "prompt_template", "served_model_name"),  # texts
     *("truncate", "input_format", "on_bad_row", "on_duplicate_id", "progress", "sampling_defaults"),  # choices
     *("dtype", "device", "attention", "quantization", "kv_dtype", "model_impl", "reasoning", "tool_parser"),
     *("hidden_states_dtype", "repetition_penalty_scope", "logprobs_mode"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -61,7 +61,9 @@ def write_openai(results: Results, output: BinaryIO, errors: BinaryIO, piece: Pi
     return counts
 
 
-def write_as_given(results: Results, output: BinaryIO, errors: BinaryIO | None, piece: PieceLookup) -> ExportCounts:
+def write_as_given(
+    results: Results, output: BinaryIO, errors: BinaryIO | None, piece: PieceLookup, columns: Sequence[str] = ()
+) -> ExportCounts:
     """Answer each row in its own format: batch lines as `write_openai`, other rows as `write_jsonl`.
 
     Lines also name their job under `JOB_KEY`. Batch lines, whose ids name it, do so only if there are hidden states.
@@ -72,6 +74,7 @@ def write_as_given(results: Results, output: BinaryIO, errors: BinaryIO | None, 
         output: receives the lines, in input order.
         errors: receives the lines of batch lines that failed; None if no row is a batch line.
         piece: token id -> piece; called only for batch lines with logprobs.
+        columns: the keys of lines of other rows, in order; empty for all.
     """
     run = results.footer
     assert run is not None
@@ -90,7 +93,8 @@ def write_as_given(results: Results, output: BinaryIO, errors: BinaryIO | None, 
             (output if good else errors).write(orjson.dumps(line | line_mark) + b"\n")
         else:
             for row in samples:
-                output.write(_jsonl_line(row | (mark if counts.lines else first_mark)))
+                kept = {name: row[name] for name in columns} if columns else row
+                output.write(_jsonl_line(kept | (mark if counts.lines else first_mark)))
         counts.lines += 1
         counts.errors += not good
     return counts

@@ -16,7 +16,7 @@ from batchgen.data.lines import is_lines
 from batchgen.data.out.finish import CommittedRows, write_output
 from batchgen.data.out.merge_jobs import check_same_columns, check_same_options, merge_jobs, merged_record, scratch_work
 from batchgen.data.out.view import Results, read_errors
-from batchgen.data.results_file import open_parquet, read_footer
+from batchgen.data.results_file import open_parquet, read_footer, refuse_columns
 from batchgen.data.schema import STATES_CONTENTS
 from batchgen.data.states import write_states_part
 from batchgen.data.states_result import records_of_result
@@ -201,6 +201,7 @@ def _finished_footer(file: Path) -> dict[str, Any]:
         raise InputError(f"{file} holds JSON lines, and merge reads Parquet: join lines with cat.")
     if footer is None:
         raise InputError(f"{file} is not a finished batchgen output. Finish its run, or leave it out.")
+    refuse_columns(file, footer)
     return footer
 
 

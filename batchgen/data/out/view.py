@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from batchgen.data.files import files_in, is_file, is_folder
 from batchgen.data.lines import is_lines
-from batchgen.data.results_file import StoredTable, open_parquet, read_footer
+from batchgen.data.results_file import StoredTable, open_parquet, read_footer, refuse_columns
 from batchgen.data.schema import READABLE_VERSIONS, STATES_CONTENTS, VERSION_KEY
 from batchgen.data.store.work_folder import output_paths
 from batchgen.data.store.work_parts import part_files
@@ -158,6 +158,7 @@ def _footer(file: Path) -> dict[str, Any]:
         )
     if footer is None:
         raise InputError(f"{file} is not a batchgen output.")
+    refuse_columns(file, footer)
     return footer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from batchgen.config.units import STDIN
@@ -21,6 +22,8 @@ from batchgen.tables.text_fields import conversation
 
 SOURCE_COLUMNS = ("source_file", "source_line")
 """Carried fields of `--include-source`: the file as the user names it, and the line, or row, in it."""
+_RENDERED_ROWS = 32
+"""Rows whose prompts a template makes at once."""
 _SHOWN_FIELDS = 256
 """Most fields of the rows that are remembered for a message."""
 
@@ -91,8 +94,9 @@ class InputSet:
 
         A named prompt column becomes `text` (`messages` if it holds a list of objects, also as JSON text), a named id
         column becomes `id` (integers become strings), named columns of media become `image_data` and `audio_data`;
-        fields that had these names move to `RawRow.displaced`. So do the folders named `key=value` of a row's file, and
-        its source.
+        fields that had these names move to `RawRow.displaced`. A template makes `text` or `messages` from all fields of
+        a row, and the prompt that the row had moves there. So do the folders named `key=value` of a row's file, and its
+        source.
 
         Args:
             columns: the fields that options name.
@@ -123,14 +127,25 @@ class InputSet:
     def _selected(
         self, keep: RowFilter | None, stop: int | None, columns: NamedColumns, wanted: NamedFields | None = None
     ) -> Iterator[RawRow]:
-        if stop == 0:
+        rows = self._read(keep, stop, columns, wanted)
+        if columns.template is None:
+            yield from rows if columns == UNNAMED else (_renamed(row, columns) for row in rows)
             return
-        for index, row in enumerate(self._items(keep, columns)):
+        while batch := [*islice(rows, _RENDERED_ROWS)]:
+            fields = [{**row.displaced, **row.fields} for row in batch if row.error is None]
+            prompts = iter(columns.template.prompts(fields))
+            yield from (_renamed(row, columns, next(prompts) if row.error is None else None) for row in batch)
+
+    def _read(
+        self, keep: RowFilter | None, stop: int | None, columns: NamedColumns, wanted: NamedFields | None
+    ) -> Iterator[RawRow]:
+        """The rows as they are in the files."""
+        for index, row in enumerate(() if stop == 0 else self._items(keep, columns)):
             if row is not None:
                 if wanted:
                     wanted.add(row.fields)
                     wanted.add(row.displaced)
-                yield row if columns == UNNAMED else _renamed(row, columns)
+                yield row
             if stop is not None and index + 1 >= stop:
                 return
 
@@ -185,20 +200,22 @@ def _conflict(own: Mapping[str, Any], partitions: Mapping[str, str | None], sour
     return None if twice is None else f"the row has a field {twice!r}, which --include-source adds; rename it"
 
 
-def _renamed(row: RawRow, columns: NamedColumns) -> RawRow:
+def _renamed(row: RawRow, columns: NamedColumns, made: str | RowError | None = None) -> RawRow:
     try:
-        return _rename(row, columns)
+        return _rename(row, columns, made)
     except Exception as error:
         info = row_error(error, "reading the named columns")
         return row.with_error(info.code, info.message)
 
 
-def _rename(row: RawRow, columns: NamedColumns) -> RawRow:
+def _rename(row: RawRow, columns: NamedColumns, made: str | RowError | None) -> RawRow:
     value, problem = dict(row.fields), row.error
     named = {name: value.pop(name) for name in columns.options() if name in value}
     displaced = {**row.displaced, **{name: value.pop(name) for name in columns.replaced() if name in value}}
-    if columns.prompt in named:
-        prompt = named[columns.prompt]
+    if isinstance(made, RowError):
+        problem = problem or row.locate(made.info)
+    elif made is not None or columns.prompt in named:
+        prompt = made if columns.prompt is None else named[columns.prompt]
         if type(prompt) is str:
             prompt = conversation(prompt) or prompt
         chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)

@@ -19,7 +19,7 @@ from batchgen.data.files import (
     sync_folder,
 )
 from batchgen.data.lines import errors_path, is_lines, lines_of_job
-from batchgen.data.results_file import intact_footer, open_parquet
+from batchgen.data.results_file import intact_footer, keeps_rows, open_parquet
 from batchgen.data.schema import STATES_CONTENTS
 from batchgen.data.store.damage import Note, ignore, output_damage, set_outputs_aside, set_parts_aside, set_state_aside
 from batchgen.data.store.job_changes import changes
@@ -119,7 +119,7 @@ def is_done(paths: OutputPaths, identity: RunIdentity, *, retry_errors: bool = F
 
 
 def _has_errors(result: Path) -> bool:
-    if is_lines(result):
+    if not keeps_rows(result):
         return False
     with part_errors(result), open_parquet(result) as table:
         return has_status(table, "error")

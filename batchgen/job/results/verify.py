@@ -166,8 +166,8 @@ def _replays(
     inputs: InputSet, setup: Setup, results: Results, chosen: list[int], *, scaled: bool
 ) -> Iterator[tuple[int, str, str]]:
     """(index, id in the output, verdict) of each chosen row."""
-    engine, config = setup.load_engine(), setup.config
-    for raw in inputs.rows_at(chosen, config.columns):
+    engine = setup.load_engine()
+    for raw in inputs.rows_at(chosen, setup.columns):
         recorded = list(results.rows(row=raw.index))
         yield raw.index, recorded[0]["id"], _replay(engine, setup, raw, recorded, scaled=scaled)
 

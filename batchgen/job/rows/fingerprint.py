@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen import __version__
-from batchgen.data.carry import carried_fields, effective_carry
+from batchgen.data.carry import carried_fields
 from batchgen.data.lines import JOB_KEY, is_lines
 from batchgen.data.read.input_files import AUTO_FORMAT
 from batchgen.data.read.input_paths import partitions_of
@@ -18,6 +18,7 @@ from batchgen.data.schema import SCHEMA_VERSION
 from batchgen.data.store.job_changes import INPUT_FILES
 from batchgen.data.store.work_folder import RunIdentity
 from batchgen.errors import UsageError
+from batchgen.job.preflight import carry_of
 from batchgen.job.setup import Setup
 
 RESULT_OPTIONS = (
@@ -47,6 +48,8 @@ _RUN_FIELDS = (
     "on_duplicate_id",
 )
 """Options that results or the output's columns depend on; not batch sizes, memory or threads."""
+_NEW_FIELDS = ("include_source", "strict_fields", "prompt_template", "columns", "image_column", "audio_column")
+"""Further such options, which are left out at their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ def _options(setup: Setup) -> dict[str, Any]:
         "clock": config.engine.clock,  # the creation time of the job, the default, cannot identify it
         "input_format": config.input_format if config.input_format != AUTO_FORMAT else None,
         **{name: getattr(config.engine, name) for name in ("chat_template_name", "ignore_template_options")},
-        **{name: getattr(config, name) for name in ("include_source", "strict_fields", "image_column", "audio_column")},
+        **{name: getattr(config, name) for name in _NEW_FIELDS},
     }
     return options | {name: value for name, value in news.items() if value}
 
@@ -115,9 +118,9 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         "job": normalized,
         "configuration": config.describe(),
     }
-    carry = effective_carry(config.carry, include_source=config.include_source)
+    carry = carry_of(config)
     names = () if isinstance(carry, str) else carry
     if is_lines(config.output) and JOB_KEY in names:
         raise UsageError(f"`--carry` {JOB_KEY}: each line of {config.output} names its job so; rename the field")
-    carried = carried_fields(names, inputs.files, config.columns)
+    carried = carried_fields(names, inputs.files, setup.columns)
     return JobIdentity(RunIdentity(digest, shard, carried), normalized, record)

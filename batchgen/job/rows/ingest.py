@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from batchgen.data.carry import Carry, effective_carry
+from batchgen.data.carry import Carry
+from batchgen.data.lines import is_lines
 from batchgen.data.read.input_set import InputSet, NamedFields
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.schema import extra_json
@@ -20,7 +21,7 @@ from batchgen.data.store.expected import ExpectedKeys
 from batchgen.engine.advice import input_advice
 from batchgen.engine.row_reader import ProcessedRow, ReadRecord
 from batchgen.errors import InputError, UsageError
-from batchgen.job.preflight import selection_of
+from batchgen.job.preflight import carry_of, selection_of
 from batchgen.job.setup import Setup
 from batchgen.request.completion import Completion
 from batchgen.request.fields.prompts import ChatPrompt
@@ -137,17 +138,21 @@ def ingest(
     table = RequestTable(EmbedsStore(setup.spec.embeds_size, scratch), tokens)
     result = Ingested(table, tokens, RowTexts(BlobSpool(folder / TEXTS)), BlobSpool(folder / BAD))
     reader = setup.front_end.row_reader(table, setup.defaults, config.on_duplicate_id)
-    carry = effective_carry(config.carry, include_source=config.include_source)
+    carry = carry_of(config)
     selection = selection_of(config)
-    carried_names = () if isinstance(config.carry, str) else config.carry
-    named = {name: option for name, option in config.columns.options().items() if name != config.prompt_column}
-    wanted = NamedFields({**dict.fromkeys(carried_names, "--carry"), **named})
+    carried = (
+        {} if isinstance(carry, str) else {name: "--carry" if name in config.carry else "--columns" for name in carry}
+    )
+    wanted = NamedFields({**carried, **setup.columns.wanted()})
     decode = setup.decode_prompt if config.include_prompt else None
     try:
-        raw = inputs.rows(config.columns, selection, wanted)
+        raw = inputs.rows(setup.columns, selection, wanted)
         for row in reader.read(raw, lambda row: _prepared(row, carry, decode), record):
             result.rows += 1
             on_row(result.rows)
+            if row.is_line and config.columns and is_lines(config.output):
+                problem = "its OpenAI lines are answered as a whole; leave out --columns, or name OUT.parquet"
+                raise UsageError(f"`--columns` with -o {config.output}: {problem}")
             if row.error is not None:
                 _add_bad(result, row, config.on_bad_row, on_bad)
             else:

@@ -16,7 +16,7 @@ from batchgen.data.carry import carried_columns
 from batchgen.data.files import exists, resolved
 from batchgen.data.lines import is_lines
 from batchgen.data.out.view import open_results
-from batchgen.data.results_file import DamagedFile, read_footer
+from batchgen.data.results_file import DamagedFile, keeps_rows, read_footer
 from batchgen.data.schema import KEY_COLUMNS, SCHEMA, results_schema
 from batchgen.data.store.committed import Committed, checked_keys, find_prompts, first_of_prompt
 from batchgen.data.store.parts import PartWriter, part_schema
@@ -73,7 +73,7 @@ def reusable_files(work: WorkFolder, named: Path | None) -> list[Path]:
     state, result = read_state(work.paths.work) or {}, work.paths.result
     files = intact_files(work.earlier_parts(), work.set_part_aside)
     replaced = state.get("overwrite") and state.get("emptied_by") != work.identity.key
-    if replaced and not is_lines(result) and read_footer(result) is not None:
+    if replaced and keeps_rows(result) and read_footer(result) is not None:
         files.append(result)
     if named is not None and resolved(named) not in {resolved(result), resolved(work.paths.work)}:
         files += files_of(named)

@@ -1,14 +1,36 @@
-"""Fields of rows that options name: `--prompt-column`, `--id-column`, `--image-column` and `--audio-column`."""
+"""Fields of rows that options name: `--prompt-column`, `--id-column` and their like, and those of a prompt template."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from batchgen.errors import RowError
 
 ID_NAMES = ("id", "rid", "custom_id")
 """Names of the row's id."""
 PROMPT_FIELDS = ("text", "prompt")
-_REPLACED = {"prompt": PROMPT_FIELDS, "id": ID_NAMES, "image": ("image_data",), "audio": ("audio_data",)}
+_REPLACED = {
+    "prompt": PROMPT_FIELDS,
+    "template": (*PROMPT_FIELDS, "messages", "input_ids", "input_embeds"),
+    "id": ID_NAMES,
+    "image": ("image_data",),
+    "audio": ("audio_data",),
+}
 """What a name is given for -> the fields that the named one replaces."""
+
+
+class RowTemplate(Protocol):
+    """Makes the prompts of rows from their fields."""
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of the fields that it reads."""
+        ...
+
+    def prompts(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[str | RowError]:
+        """The text of each row's prompt, or the JSON of its messages, or why there is none."""
+        ...
 
 
 class NamedColumns(NamedTuple):
@@ -18,10 +40,17 @@ class NamedColumns(NamedTuple):
     id: str | None = None
     image: str | None = None
     audio: str | None = None
+    template: RowTemplate | None = None
+    """Makes the prompts, instead of a field that contains them."""
 
     def options(self) -> dict[str, str]:
         """Name of a field -> the option that names it."""
-        return {name: f"--{role}-column" for role, name in self._asdict().items() if name is not None}
+        return {name: f"--{role}-column" for role, name in self._asdict().items() if isinstance(name, str)}
+
+    def wanted(self) -> dict[str, str]:
+        """Field that the input must have -> the option that names it. A row may lack its prompt, which is its error."""
+        read = dict.fromkeys(sorted(self.template.fields), "--prompt-template") if self.template is not None else {}
+        return read | {name: option for name, option in self.options().items() if name != self.prompt}
 
     def replaced(self) -> tuple[str, ...]:
         """Fields that are carried as data, unless they are named themselves: others take their place."""

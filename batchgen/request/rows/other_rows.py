@@ -74,7 +74,7 @@ FORMATS = (
     RowFormat(
         "an Alpaca instruction",
         lambda row: "instruction" in row and ("output" in row or "input" in row),
-        "run with --prompt-column instruction, or join `instruction` and `input` in `text` where there is an input",
+        "run with --prompt-column instruction, or with --prompt-template '{{ instruction }} {{ input or \"\" }}'",
     ),
     RowFormat(
         "a logged request of lm-eval",

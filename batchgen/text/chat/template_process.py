@@ -8,6 +8,7 @@ folder names no template never starts it.
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -29,6 +30,8 @@ from batchgen.text.helper_process import HelperProcess, SharedProcess, begin, li
 
 CLOCK: Final = "strftime_now"
 """Name of the function by which templates read the time."""
+ROW: Final = "row"
+"""Name of the variable by which a prompt template reads all fields of a row."""
 _MODULE: Final = "transformers.utils.chat_template_utils"
 _MAX_TEMPLATES: Final = 16
 """Most compiled templates that are kept."""
@@ -54,6 +57,10 @@ class TemplateFailure(Exception):
         return type(self), (self.kind, str(self))
 
 
+class ChanceError(ValueError):
+    """A template draws at random."""
+
+
 class OverLimit(BaseException):
     """A template exceeds its limits; no `Exception`, so that it is not taken for an error that it raises."""
 
@@ -77,6 +84,8 @@ class Rendering(NamedTuple):
     """Source of the template."""
     variables: Mapping[str, Any]
     """Plain JSON values that the template sees."""
+    of_fields: bool = False
+    """Whether it is a prompt template, whose variables are fields, and not a chat template."""
 
 
 class TemplateReads(NamedTuple):
@@ -106,7 +115,7 @@ def serve(source: int, sink: int, progress: int) -> None:
     """
     (requests, results), current = begin(source, sink), mmap(progress, _WIDTH)
     _library()  # before there is a limit
-    templates: dict[str, Any] = {}
+    templates: dict[tuple[str, bool], Any] = {}
     while True:
         try:
             job: _Job | str = requests.recv()
@@ -126,14 +135,17 @@ def serve(source: int, sink: int, progress: int) -> None:
         results.send(texts)
 
 
-def _render(rendering: Rendering, job: _Job, templates: dict[str, Any]) -> str | TemplateFailure | OverLimit:
+def _render(
+    rendering: Rendering, job: _Job, templates: dict[tuple[str, bool], Any]
+) -> str | TemplateFailure | OverLimit:
     try:
-        template = templates.get(rendering.source)
+        key = rendering.source, rendering.of_fields
+        template = templates.get(key)
         if template is None:
             if len(templates) >= _MAX_TEMPLATES:
                 templates.clear()
-            template = templates[rendering.source] = _compile(rendering.source)
-        own = {CLOCK: job.clock.strftime, "lipsum": _refuse_chance}
+            template = templates[key] = _compile(*key)
+        own = {"lipsum": _refuse_chance} | ({} if rendering.of_fields else {CLOCK: job.clock.strftime})
         text = str(template.render({**own, **rendering.variables}))
         if len(text) > job.limits.characters:
             return _over(f"makes more than {job.limits.characters} characters")
@@ -167,10 +179,44 @@ def _reads(source: str) -> TemplateReads:
     return TemplateReads(variables, frozenset(map(str, constants)), frozenset(map(str, formats)) if known else None)
 
 
-def _compile(source: str) -> Any:
+def _compile(source: str, of_fields: bool) -> Any:
     if re.search(r"\|\s*random\b", source):
         _refuse_chance()
-    return _library()._compile_jinja_template(source)
+    return _of_fields().from_string(source) if of_fields else _library()._compile_jinja_template(source)
+
+
+@cache
+def _of_fields() -> Any:
+    """The environment of prompt templates: the sandbox of chat templates, in which nothing that is missing is printed.
+
+    What is undefined is false in a condition, and `default` replaces it.
+    """
+    from jinja2 import StrictUndefined
+
+    class Missing(StrictUndefined):
+        __slots__ = ()
+
+        @property
+        def _undefined_message(self) -> str:
+            missing = f"`{self._undefined_name}` is null or missing; where it may be, write {{{{ NAME or '' }}}}"
+            return self._undefined_hint or missing
+
+        def __bool__(self) -> bool:  # type: ignore[override]
+            return False
+
+    def printed(value: Any) -> Any:
+        if value is None or isinstance(value, bytes):
+            raise ValueError(f"it prints {'a null value' if value is None else 'bytes'}")
+        return value
+
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(str(value) if isinstance(value, Missing) else value, ensure_ascii=False, indent=indent)
+
+    environment = _library()._compile_jinja_template("").environment.overlay(undefined=Missing, finalize=printed)
+    environment.globals = {name: value for name, value in environment.globals.items() if name != CLOCK}
+    environment.filters |= {"tojson": to_json, "fromjson": json.loads}
+    environment.tests["none"] = lambda value: value is None or isinstance(value, Missing)
+    return environment
 
 
 @cache
@@ -191,7 +237,7 @@ def _library() -> Any:
 
 
 def _refuse_chance(*_: object) -> NoReturn:
-    raise ValueError("the template draws at random, so equal conversations would give different prompts")
+    raise ChanceError("the template draws at random, so equal rows would give different prompts")
 
 
 def _check_addresses(text: str, variables: Mapping[str, Any]) -> None:
@@ -216,7 +262,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _over(problem: str) -> OverLimit:
-    return OverLimit(f"the chat template {problem} for this conversation; shorten it")
+    return OverLimit(f"the template {problem} for this row; shorten it")
 
 
 def _no_memory(limits: RenderLimits) -> OverLimit:
