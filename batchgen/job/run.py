@@ -126,7 +126,7 @@ class _Job:
             self.in_work = self.opened.enter_context(InWork(work, retry_errors=self.config.retry_errors))
             self.stop.abandon = self.in_work.close
             # Weights are loaded, and kernels compiled, while the rows are tokenised.
-            loading = loader.submit(setup.load_engine)
+            loading = loader.submit(setup.load_engine, lambda: not self.stop.requested)
             for path in work.foreign:
                 what = "a link, a special file, a folder in the place of a file, or another user's"
                 self.progress.note(f"{path} is {what}: it was set aside")

@@ -65,8 +65,11 @@ class Setup:
     columns: NamedColumns
     """The fields that prompts, ids and media are read from."""
 
-    def load_engine(self) -> Engine:
+    def load_engine(self, is_wanted: Callable[[], bool] = lambda: True) -> Engine:
         """The engine of the job with its weights; on a GPU its kernels are compiled, too.
+
+        Args:
+            is_wanted: whether the engine will be used, asked once the weights are loaded; if not, nothing is compiled.
 
         Raises:
             ModelError: they cannot be loaded, or a file changed meanwhile, so that its digest is of other weights.
@@ -74,7 +77,8 @@ class Setup:
         """
         made = Engine.from_front_end(load_checked(self.model, self.spec), self.front_end)
         self.hashes.check_unchanged()  # int8 reads integers of the checkpoint, too
-        made.warm_up()
+        if is_wanted():
+            made.warm_up()
         return made
 
     @property
