@@ -26,6 +26,7 @@ from triton.runtime.driver import driver
 
 from batchgen.kernels.chips import compiling_for
 from batchgen.kernels.gpu.launch import INTERPRETED, recording
+from tests.kernels.gpu.ptx import widest_load
 
 CHIPS = ("sm_80", "sm_89", "sm_90")
 CASES = f"{__package__}.aot_cases"
@@ -180,6 +181,8 @@ class Resources:
     """Bytes of shared memory per block."""
     products: str
     """Tensor-core instructions: "wgmma" (Hopper), "mma" or ""."""
+    load: int
+    """Most bytes that a thread loads from global memory by one instruction."""
     float64: int
     """Number of float64 instructions."""
     digest: str
@@ -198,7 +201,7 @@ def compile_launch(launch: Launch) -> Resources:
             compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.constants)
     except Exception as error:  # compiler errors of any type are entries of the table
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"
-        return Resources(launch.name, launch.case, launch.chip, launch.tile, 0, 0, 0, "", 0, launch.digest, why)
+        return Resources(launch.name, launch.case, launch.chip, launch.tile, 0, 0, 0, "", 0, 0, launch.digest, why)
     assert compiled.metadata.target.arch == int(launch.chip.removeprefix("sm_"))
     registers, stack = machine_code_needs(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
@@ -212,6 +215,7 @@ def compile_launch(launch: Launch) -> Resources:
         stack=stack,
         shared=compiled.metadata.shared,
         products=products,
+        load=widest_load(ptx),
         float64=len(re.findall(r"^\s+(?:@%p\d+ )?[a-z][\w.]*\.f64\b", ptx, re.MULTILINE)),
         digest=launch.digest,
         seconds=round(time.perf_counter() - began, 2),

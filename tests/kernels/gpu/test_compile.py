@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from batchgen.kernels.chips import tuning_of
+from tests.kernels.gpu.ptx import widest_load
 
 ROOT = Path(__file__).parents[3]
 KERNELS = ROOT / "batchgen" / "kernels" / "gpu"
@@ -52,6 +53,17 @@ MULTIPLY = {
     "quantized_matmul._product",
 }
 """Kernels of matrix products, which run on tensor cores for 2-byte operands."""
+
+LOADS_WIDE = MULTIPLY - {"quantized_matmul._product"} | {
+    "activation._gated",
+    "linear_attention._attend",
+    "merge._merge_lists_kernel",
+    "merge._merge_parts_kernel",
+    "moe._combine",
+    "norm._norm",
+    "top._logits_kernel",
+}
+"""Kernels that read rows of aligned sizes, 16 bytes at once. Quantized weights come in groups that may be smaller."""
 
 FIXED_BY_THE_MODEL = {
     "shaping._bitmask_kernel": {"vocab", "blocks"},
@@ -137,6 +149,8 @@ def problems(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield f"{where}: {row['shared']} bytes of shared memory"
         if row["float64"] and row["kernel"] not in MAY_USE_FLOAT64:
             yield f"{where}: {row['float64']} instructions on float64"
+        if row["kernel"] in LOADS_WIDE and "odd sizes" not in row["case"] and row["load"] != 16:
+            yield f"{where}: loads at most {row['load']} bytes at once"
         if row["kernel"] in MULTIPLY and "float32" not in row["case"]:
             wide = row["chip"] == "sm_90" and max(map(int, re.findall(r"(?:BLOCK_M|ROWS)=(\d+)", row["tile"]))) >= 64
             if row["products"] != ("wgmma" if wide else "mma"):
@@ -233,6 +247,26 @@ def test_the_command_reports_errors(tmp_path: Path) -> None:
     assert spilled["products"] == ""
     assert len(list(problems([spilled]))) == 1
     assert missing(result)
+
+
+def test_a_narrow_load_is_a_problem() -> None:
+    wide = next(row for row in json.loads(TABLE.read_text())["rows"] if row["kernel"] == "norm._norm")
+    assert list(problems([wide])) == []
+    assert ["4 bytes" in problem for problem in problems([{**wide, "load": 4}])] == [True]
+
+
+LOADS = {
+    "ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];": 16,
+    "ld.global.L1::evict_last.v2.b32 { %r1, %r2 }, [ %rd1 ];": 8,
+    "ld.global.b16 { %rs1 }, [ %rd1 + 0 ];\nst.global.v4.b32 [ %rd2 ], { %r1, %r2, %r3, %r4 };": 2,
+    "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd2 + 0 ], 0x10, %r3;": 16,
+    "cp.async.ca.shared.global [ %r1 + 0 ], [ %rd2 + 0 ], 4;\nld.shared.v4.b32 { %r1, %r2, %r3, %r4 }, [ %r5 ];": 4,
+    "add.s32 %r1, %r2, %r3;": 0,
+}
+
+
+def test_the_widest_load_is_that_of_global_memory() -> None:
+    assert {text: widest_load(text) for text in LOADS} == LOADS
 
 
 def test_the_command_rejects_the_interpreter() -> None:
