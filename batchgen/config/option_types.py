@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from batchgen.config import units
 from batchgen.errors import UsageError
@@ -156,6 +156,10 @@ def _carry(text: str) -> str | tuple[str, ...]:
     return text if text in ("all", "none") else units.parse_columns(text)
 
 
+def _count(text: str) -> int | None:
+    return None if text == "auto" else cast("int", int_range(1, 1 << 16).parse(text))
+
+
 def _json_object(text: str) -> str:
     """Check that the text is a JSON object and return it unchanged."""
     try:
@@ -195,6 +199,7 @@ CARRY = ValueType("all|none|COL,...", _carry, comma_separated=True)
 COLUMNS = ValueType("COL,...", units.parse_columns, comma_separated=True)
 TOKEN_IDS = ValueType("ID,...", units.parse_token_ids, (str, int), comma_separated=True)
 TEXT_FILE = ValueType("TEXT|@PATH", _nonempty, accepts_file=True)
+COUNT = ValueType("auto|N", _count, (str, int))
 JSON = ValueType("JSON|@PATH", _json_object, accepts_file=True, to_text=json_text)
 SHARD = ValueType("auto|I/N", _nonempty)
 NAME_PATH = ValueType("NAME=PATH", units.parse_name_path, (str, os.PathLike), named_pairs=True, reach="files")

@@ -14,6 +14,7 @@ from batchgen.config.engine_config import ENGINE, ENGINE_OPTIONS, INPUT, JOB, MO
 from batchgen.config.option_types import (
     CARRY,
     COLUMNS,
+    COUNT,
     DURATION,
     FILE,
     NAME,
@@ -76,6 +77,13 @@ class RunConfig:
     truncate: Literal["none", "left", "right"] = INPUT.option(
         "none", "Side on which prompts that are too long are truncated. Example: --truncate left"
     )
+    replicas: int | None = JOB.option(
+        1,
+        "Number of processes that generate the rows, each on a GPU, or on a part of the CPU; auto is one for "
+        "each GPU. Example: --replicas 4",
+        COUNT,
+    )
+    """None: auto."""
     shard: Shard | None = INPUT.option(  # noqa: RUF009  # a field
         None, "Run part I of N of the input; auto reads the Slurm array variables. Example: --shard 0/16", SHARD
     )

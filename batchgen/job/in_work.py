@@ -19,13 +19,14 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Self
 
 from batchgen.data.durable_files import output_errors, write_durably
-from batchgen.data.files import open_new, open_own, system
+from batchgen.data.files import files_in, open_new, open_own, remove_file, system
 from batchgen.data.store.work_folder import WorkFolder
 from batchgen.engine.settings import WorkRecord
 from batchgen.errors import ErrorCode, ErrorInfo
@@ -91,9 +92,20 @@ class _History:
         history = {"job": work.identity.key, "counted": self.counted, "reading": self.reading, "rows": rows}
         write_durably(work.paths.work / _HISTORY, lambda stream: stream.write(json.dumps(history).encode()))
 
-    def add(self, cells: Sequence[int]) -> None:
-        """Learn from what a run has left, dead or not."""
-        self.counted = cells[_STAMP]
+    def learn(self, work: WorkFolder, paths: Sequence[Path]) -> None:
+        """Learn from records of this job that processes have left, dead or not. Those of replicas are then removed."""
+        for path in paths:
+            cells = _left(path, work)
+            if cells is not None and cells[_STAMP] != self.counted:
+                self._add(cells, counts=path.name == _RECORD)
+        if self.rows or self.reading:
+            self.write(work)
+        for path in paths:
+            if path.name != _RECORD:
+                remove_file(path)
+
+    def _add(self, cells: Sequence[int], *, counts: bool) -> None:
+        self.counted = cells[_STAMP] if counts else self.counted
         read = max(cells[_READ], cells[_LOW] - 1)
         self.reading = [(max(low, read), high) for low, high in self.reading if high >= read]  # it got past the others
         for row, known in self.rows.items():
@@ -116,54 +128,31 @@ class _History:
         return self.rows.setdefault(row, _Row())
 
 
-class InWork(WorkRecord):
-    """The record of one run, and what it must know of earlier ones. Close it when the run ends in an orderly way."""
+class Record(WorkRecord):
+    """What one process has in work. Close it when the process ends in an orderly way."""
 
-    def __init__(self, work: WorkFolder, *, retry_errors: bool = False) -> None:
-        """Learn from the last run of the job in a locked folder, and begin the record of this one.
+    def __init__(self, path: Path, key: str, set_aside: Mapping[int, ErrorInfo]) -> None:
+        """Begin the record.
 
         Args:
-            work: the folder.
-            retry_errors: whether rows that were set aside are tried again.
+            path: its file.
+            key: of the job.
+            set_aside: row -> its error, for rows that do not generate.
 
         Raises:
-            OutputError: the folder cannot be written.
+            OutputError: the file cannot be written.
         """
-        self._job = zlib.crc32(work.identity.key.encode())
-        history = _History.read(work)
-        left, known = self._left(work), bool(history.rows or history.reading)
-        if retry_errors:  # those of earlier runs; a row that the last one died of may be set aside now
-            history.rows = {row: known for row, known in history.rows.items() if not known.set_aside}
-        if left is not None and left[_STAMP] != history.counted:
-            history.add(left)
-        if known or history.rows or history.reading:
-            history.write(work)
-        self._ranges = history.reading
-        aside = {row: known for row, known in history.rows.items() if known.set_aside}
-        self.refused = {row: _engine_crash() for row, known in aside.items() if known.read_alone}
-        """Row -> its error, for rows that are not read any more."""
-        self.set_aside = {row: _engine_crash() for row, known in aside.items() if not known.read_alone}
-        """Row -> its error, for rows that do not generate any more."""
-        suspects = [row for row, r in history.rows.items() if not r.set_aside and r.deaths >= _DEATHS_TO_SUSPECT]
-        self.alone: Sequence[int] = sorted(suspects, key=lambda row: (len(history.rows[row].alone), row))
-        """Rows that generate by themselves when all others are done; those that a run died of come last."""
-        with output_errors(work.paths.work / _RECORD), open_new(work.paths.work / _RECORD) as stream:
+        self.set_aside = set_aside
+        self.alone: Sequence[int] = ()
+        """Rows that generate by themselves when all others are done."""
+        with output_errors(path), open_new(path) as stream:
             stream.write(bytes(8 * _CELLS))
             stream.flush()
             self._map = system.mmap_shared(stream.fileno())
         self._cells = memoryview(self._map).cast("q")
-        self._cells[_JOB], self._cells[_STAMP], self._cells[_LOW] = self._job, time.time_ns(), 1
+        self._cells[_JOB], self._cells[_STAMP], self._cells[_LOW] = _job_of(key), time.time_ns(), 1
         self._free = list(range(_CELLS - 1, _ROWS - 1, -1))
         self._places: dict[int, int] = {}
-
-    def _left(self, work: WorkFolder) -> list[int] | None:
-        """The cells that the last run of this job has left."""
-        with suppress(OSError), open_own(work.paths.work / _RECORD) as stream:
-            data = stream.read(8 * _CELLS + 1)
-            cells = memoryview(data).cast("q").tolist() if len(data) == 8 * _CELLS else [0]
-            if cells[_JOB] == self._job:
-                return cells
-        return None
 
     def __enter__(self) -> Self:
         return self
@@ -175,6 +164,98 @@ class InWork(WorkRecord):
         """Nothing is in work any more. May be called from any thread, and again."""
         self.ended(-1, list(self._places))
         self._cells[_STEPS] = 0
+        self._cells[_LOW] = self._cells[_HIGH] = self._cells[_ALONE] = 0
+
+    def run_alone(self, row: int) -> None:
+        """The next samples are those of this row."""
+        self._cells[_ALONE], self._cells[_STEPS] = row + 1, 0
+
+    def started(self, number: int, row: int) -> None:
+        """Sample `number` of a row is about to start."""
+        if self._free:  # more samples than cells: the others keep their rows' names
+            place = self._places[number] = self._free.pop()
+            self._cells[place] = row + 1
+
+    def ended(self, request: int, numbers: Sequence[int], samples: int = 1) -> None:
+        """These samples have ended, and their completions are made."""
+        for number in numbers:
+            if (place := self._places.pop(number, None)) is not None:
+                self._cells[place] = 0
+                self._free.append(place)
+
+    def before(self, plan: StepPlan) -> float:
+        """A step begins."""
+        self._cells[_STEPS] += 1
+        return 0.0
+
+
+def replica_record(work: Path, number: int) -> Path:
+    """The file of the record of a replica, by the work folder and its number."""
+    return work / f"{_RECORD}-{number}"
+
+
+def _job_of(key: str) -> int:
+    return zlib.crc32(key.encode())
+
+
+def _left(path: Path, work: WorkFolder) -> list[int] | None:
+    """The cells of a record of this job; None for another file."""
+    with suppress(OSError), open_own(path) as stream:
+        data = stream.read(8 * _CELLS + 1)
+        cells = memoryview(data).cast("q").tolist() if len(data) == 8 * _CELLS else [0]
+        if cells[_JOB] == _job_of(work.identity.key):
+            return cells
+    return None
+
+
+class InWork(Record):
+    """The record of one run, and what it must know of earlier ones."""
+
+    def __init__(self, work: WorkFolder, *, retry_errors: bool = False) -> None:
+        """Learn from the last run of the job in a locked folder, and begin the record of this one.
+
+        Args:
+            work: the folder.
+            retry_errors: whether rows that were set aside are tried again.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
+        self._work = work
+        history = _History.read(work)
+        known = bool(history.rows or history.reading)
+        if retry_errors:  # those of earlier runs; a row that the last one died of may be set aside now
+            history.rows = {row: known for row, known in history.rows.items() if not known.set_aside}
+        history.learn(work, [work.paths.work / _RECORD, *files_in(work.paths.work, f"{_RECORD}-*")])
+        if known and not (history.rows or history.reading):
+            history.write(work)
+        super().__init__(work.paths.work / _RECORD, work.identity.key, {})
+        self._ranges = history.reading
+        self._judge(history)
+
+    def _judge(self, history: _History) -> None:
+        aside = {row: known for row, known in history.rows.items() if known.set_aside}
+        self.refused = {row: _engine_crash() for row, known in aside.items() if known.read_alone}
+        """Row -> its error, for rows that are not read any more."""
+        self.set_aside = {row: _engine_crash() for row, known in aside.items() if not known.read_alone}
+        """Row -> its error, for rows that do not generate any more."""
+        suspects = [row for row, r in history.rows.items() if not r.set_aside and r.deaths >= _DEATHS_TO_SUSPECT]
+        self.alone = sorted(suspects, key=lambda row: (len(history.rows[row].alone), row))
+        """Rows that generate by themselves when all others are done; those that a run died of come last."""
+
+    def learn(self, number: int) -> None:
+        """Learn from what a replica that died has left.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
+        history = _History.read(self._work)
+        history.learn(self._work, [replica_record(self._work.paths.work, number)])
+        self._judge(history)
+
+    def close(self) -> None:
+        """Nothing is in work any more. May be called from any thread, and again."""
+        super().close()
         self.end_reading()
 
     # Reading.
@@ -206,30 +287,6 @@ class InWork(WorkRecord):
         cells = self._cells
         cells[_READ] = max(cells[_READ], cells[_LOW] - 1)
         cells[_LOW] = cells[_HIGH] = cells[_ALONE] = 0
-
-    # Generation.
-
-    def run_alone(self, row: int) -> None:
-        """The next samples are those of this row."""
-        self._cells[_ALONE], self._cells[_STEPS] = row + 1, 0
-
-    def started(self, number: int, row: int) -> None:
-        """Sample `number` of a row is about to start."""
-        if self._free:  # more samples than cells: the others keep their rows' names
-            place = self._places[number] = self._free.pop()
-            self._cells[place] = row + 1
-
-    def ended(self, request: int, numbers: Sequence[int], samples: int = 1) -> None:
-        """These samples have ended, and their completions are made."""
-        for number in numbers:
-            if (place := self._places.pop(number, None)) is not None:
-                self._cells[place] = 0
-                self._free.append(place)
-
-    def before(self, plan: StepPlan) -> float:
-        """A step begins."""
-        self._cells[_STEPS] += 1
-        return 0.0
 
 
 def _engine_crash() -> ErrorInfo:

@@ -23,6 +23,7 @@ from batchgen.data.store.work_parts import has_results
 from batchgen.engine.advice import output_advice
 from batchgen.engine.engine import Engine
 from batchgen.engine.gc_control import DeferredGC
+from batchgen.engine.outputs.streaming import Emit
 from batchgen.engine.running import Running
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
 from batchgen.job.display.eta import EtaTracker
@@ -32,6 +33,7 @@ from batchgen.job.display.reasons import Reasons
 from batchgen.job.estimate import estimate_output
 from batchgen.job.events import open_events
 from batchgen.job.finished import OpenedCommand
+from batchgen.job.generation import Generation, OneEngine
 from batchgen.job.in_work import InWork
 from batchgen.job.output import OpenedJob, write_output
 from batchgen.job.preflight import wait_for_hashes
@@ -46,9 +48,10 @@ from batchgen.job.rows.tokenized_cache import (
     save_tokenized,
     tokenized_key,
 )
+from batchgen.job.scale.replicas import Replicas, replica_count
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
-from batchgen.job.summary import RunCounts, RunSummary, run_summary
+from batchgen.job.summary import RunSummary, run_summary
 from batchgen.kernels.cpu.library import COMPILING
 from batchgen.request.completion import Completion
 from batchgen.request.rows.unknown_keys import MAX_NOTES, carried_notes, note_line
@@ -102,8 +105,10 @@ class _Job:
         """Row index -> number of its unfinished prompts, for rows with several."""
         self.opened = ExitStack()
         """Closes the files of the tokenised rows, which are kept for a run that resumes."""
-        self.eta: EtaTracker | None = None
-        """Estimates the time left while rows are generated, if that is shown."""
+        self.loading: Future[Engine] | None = None
+        """The engine, while its weights are loaded."""
+        self.replicas: Replicas | None = None
+        """The processes that generate, if there are several."""
         self.output_seconds = 0.0
         """Seconds that the loop spent on passing finished rows to the writer."""
 
@@ -126,14 +131,19 @@ class _Job:
             self.in_work = self.opened.enter_context(InWork(work, retry_errors=self.config.retry_errors))
             self.stop.abandon = self.in_work.close
             # Weights are loaded, and kernels compiled, while the rows are tokenised.
-            loading = loader.submit(setup.load_engine, lambda: not self.stop.requested)
+            if (count := replica_count(setup)) > 1:
+                self.replicas = self.opened.enter_context(
+                    Replicas(setup, count, work, self.in_work, self.progress.note)
+                )
+            else:
+                self.loading = loader.submit(setup.load_engine, lambda: not self.stop.requested)
             for path in work.foreign:
                 what = "a link, a special file, a folder in the place of a file, or another user's"
                 self.progress.note(f"{path} is {what}: it was set aside")
             with self._phase("reading"):
                 committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:
-                return self._complete(job, work, committed, loading)
+                return self._complete(job, work, committed)
             except (UsageError, InputError, ModelError, TooManyErrors) as error:
                 # Refused before a token was computed: remove the work folder. Committed errors of invalid rows are
                 # found again by the next run. With too many of them, `show` lists them, unless no row is valid.
@@ -142,7 +152,7 @@ class _Job:
                     work.remove()
                 raise
 
-    def _complete(self, job: OpenedJob, work: WorkFolder, committed: Committed, loading: Future[Engine]) -> RunSummary:
+    def _complete(self, job: OpenedJob, work: WorkFolder, committed: Committed) -> RunSummary:
         """Compute and commit the missing rows, then merge all committed rows into the output."""
         setup, record = job.setup, job.identity.record
         config = self.config  # a wrong --reuse fails before the rows are read
@@ -164,23 +174,22 @@ class _Job:
                 hashes = RequestHashes(setup, rows.table)
                 reuse = self._find_reuse(files, rows, hashes, committed)
             self._init_row_counts(rows, reuse.done)
-            with self._phase("loading"):
-                engine = self._wait_for_engine(loading, rows)
+            emit = None if events is None else events.listener(lambda row: rows.texts[row][0])
+            running = self._begin(job, work, rows, reuse.done, emit, writer)
             with self._phase("planning"):
-                emit = None if events is None else events.listener(lambda row: rows.texts[row][0])
-                ids, scaled = config.include_prompt_ids, setup.scales_positions(rows.table)
-                running = engine.start(rows.table, reuse.done, self.in_work, prompt_ids=ids, emit=emit, scaled=scaled)
-                self._keep_features(running, work, setup, writer)
                 reuse.commit(rows, running.workload, work, writer)
-            counts = self._generate_all(running, rows, hashes, writer, setup)
+            with self._phase("generating"):
+                self._generate(running, rows, hashes, writer)
+            for note in running.notes:
+                self.progress.note(note)
         if self.stop.requested:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)
+        counts = running.counts
         media = media_figures(setup.media_plan(rows.table), counts.engine, setup.spec.device.type)
-        advice, facts = rows.advice(setup), {**engine.facts, **media_facts(media)}
+        advice, facts = rows.advice(setup), {**running.facts, **media_facts(media)}
         self.opened.close()
-        self.eta = None
-        del running, engine  # frees the plan, before the keys of the whole output are in memory
+        del running  # frees the plan, before the keys of the whole output are in memory
         self.collector.collect()
         with self._phase("writing"):
             totals = write_output(work, rows, {**record, **facts}, setup)
@@ -195,6 +204,31 @@ class _Job:
             advice=[*advice, *output_advice(totals, rows.table)],
             engine={**summary.engine, "output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)},
         )
+
+    def _begin(
+        self,
+        job: OpenedJob,
+        work: WorkFolder,
+        rows: Ingested,
+        done: npt.NDArray[np.bool_],
+        emit: Emit | None,
+        writer: PartWriter,
+    ) -> Generation:
+        """Plan the job, on an engine in this process or on replicas. `done`: [N] requests that are finished."""
+        setup, times = job.setup, self.progress.shows_time_left
+        scaled = setup.scales_positions(rows.table)
+        if self.replicas is not None:
+            with self._phase("planning"):
+                key = tokenized_key(job.identity, setup, self.in_work.refused)
+                self.replicas.begin(rows, key, done, emit=emit, scaled=scaled, times=times)
+            return self.replicas
+        with self._phase("loading"):
+            engine = self._wait_for_engine(rows)
+        with self._phase("planning"):
+            ids = self.config.include_prompt_ids
+            running = engine.start(rows.table, done, self.in_work, prompt_ids=ids, emit=emit, scaled=scaled)
+            self._keep_features(running, work, setup, writer)
+        return OneEngine(engine, running, EtaTracker.of_job(running, setup.spec) if times else None)
 
     def _keep_features(self, running: Running, work: WorkFolder, setup: Setup, writer: PartWriter) -> None:
         """Keep the features of images and sounds in the work folder while rows that are not committed need them."""
@@ -257,8 +291,11 @@ class _Job:
         self._check_max_errors(rows)
         return rows
 
-    def _wait_for_engine(self, loading: Future[Engine], rows: Ingested) -> Engine:
+    def _wait_for_engine(self, rows: Ingested) -> Engine:
         """The engine with its model; a stop request is handled while waiting."""
+        loading = self.loading
+        assert loading is not None
+        self.loading = None  # so that the engine can be freed
         while not wait([loading], timeout=0.1).done:
             if self.stop.requested:
                 raise self.stop.error(self.rows_done, rows.rows)
@@ -279,25 +316,8 @@ class _Job:
         self.prompts_left = dict(zip(unfinished[several].tolist(), prompts[several].tolist(), strict=True))
         self.rows_done = rows.rows - len(unfinished)
 
-    def _generate_all(
-        self, running: Running, rows: Ingested, hashes: RequestHashes, writer: PartWriter, setup: Setup
-    ) -> RunCounts:
-        """Generate what is missing: all rows together, then each of those that run alone."""
-        if self.progress.shows_time_left:
-            self.eta = EtaTracker.of_job(running, setup.spec)
-        with self._phase("generating"):
-            self._generate(running, rows, hashes, writer)
-            counts = RunCounts.of(running)
-            for row in running.workload.held:
-                alone = running.alone(row)
-                self._generate(alone, rows, hashes, writer)
-                counts = counts.plus(RunCounts.of(alone))
-        for note in running.loop.notes:
-            self.progress.note(note)
-        return counts
-
-    def _generate(self, running: Running, rows: Ingested, hashes: RequestHashes, writer: PartWriter) -> None:
-        for group in running.loop.run(lambda: self._tick(running)):
+    def _generate(self, running: Generation, rows: Ingested, hashes: RequestHashes, writer: PartWriter) -> None:
+        for group in running.run(lambda: self._tick(running)):
             began = time.perf_counter()
             self.generated = True
             written = output_rows(group, rows.texts, hashes)
@@ -316,16 +336,16 @@ class _Job:
                 self.rows_done += 1
         self._report(rows_done=self.rows_done, left=self.state.left if self.stop.requested else DONE)
 
-    def _tick(self, running: Running) -> bool:
+    def _tick(self, running: Generation) -> bool:
         """Between two steps: report progress and return whether to stop."""
-        state = running.loop.state
+        state = running.state
         self._report(
             rows_done=self.rows_done,
             completion_tokens=state.output_tokens,
             running=state.running,
             waiting=max(0, (self.state.rows_total or 0) - self.rows_done - state.running),
             kv_use=state.kv_pages_used / max(1, state.kv_pages),
-            left=None if self.eta is None else self.eta.tick(state.in_flight),
+            left=running.time_left(),
         )
         return self.stop.requested
 

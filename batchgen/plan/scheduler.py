@@ -83,8 +83,10 @@ class Scheduler:
         self._spans = self._sequences.spans = self._prefill.spans = spans
         self._forecast = WorkForecast(order, self._samples, self._block_manager, self._sequences, predictor)
         self._rows: npt.NDArray[np.int32] | None = None
-        self.unended = self._unbegun = int(self._samples.sum(dtype=np.int64))
+        self.unended = int(self._samples.sum(dtype=np.int64))
         """Number of samples that have not ended, whether they have begun or not."""
+        self.unbegun = self.unended
+        """Number of samples that have not begun."""
         self.stats.slots = min(config.max_num_seqs, self.unended)
         self._open = False
 
@@ -209,11 +211,32 @@ class Scheduler:
         begun = [s.id for s in self._sequences.by_id.values() if s.request == request]
         node_id = int(self.tree.node_of_request[request])
         never = self._unbegun_samples.cancel(request, int(self._rows[request]), node_id)
-        self._unbegun -= never
+        self.unbegun -= never
         self.unended -= len(begun) + never
         self._sequences.finish(begun)
         self._prefill.on_finished(begun)
         return begun
+
+    def withdraw(self, share: float, together: npt.NDArray[np.bool_]) -> list[int]:
+        """Cancel requests of which no sample has begun, the last ones to begin; call it between `commit` and `step`.
+
+        Args:
+            share: of the samples that have not begun, how many to cancel.
+            together: [N] requests that stay, since others that may have begun belong to them.
+
+        Returns:
+            The requests that were cancelled.
+        """
+        withdrawn, left = list[int](), int(self.unbegun * share)
+        for request, samples in self._unbegun_samples.untouched():
+            if left < samples:
+                break
+            if not together[request]:
+                withdrawn.append(request)
+                left -= samples
+        for request in withdrawn:
+            self.cancel(request)
+        return withdrawn
 
     def _allocators(self) -> Iterator[PageAllocator]:
         """The allocator of each cache group's pages."""
@@ -271,10 +294,10 @@ class Scheduler:
         plan.group_pages = [
             None if pages is None else pages.by_page for pages in self._pages if pages is None or not pages.exact
         ]
-        if not self._unbegun:
+        if not self.unbegun:
             stats.tail_steps += 1
             stats.tail_tokens += sampled
-        self._unbegun -= len(plan.starts)
+        self.unbegun -= len(plan.starts)
         if not plan.prefills and not plan.decodes:
             awaiting = any(s.phase is Phase.AWAITING_COMMIT for s in self._sequences.by_id.values())
             assert awaiting, "nothing could be scheduled"

@@ -21,6 +21,7 @@ class UnbegunSamples:
         """`samples`: [N] samples per request."""
         self._order = order.tree.order.data
         self._samples = samples.data
+        self._node_of_request = order.tree.node_of_request.data
         self._block_manager = block_manager
         self._next: dict[int, tuple[int, int]] = {}
         """Node with some samples begun -> index in the tree's order and sample index of the next sample."""
@@ -78,6 +79,16 @@ class UnbegunSamples:
             self._block_manager.unstarted[node_id] -= count
             self._block_manager.release(node_id, count)
         return count
+
+    def untouched(self) -> Iterator[tuple[int, int]]:
+        """(request, its number of samples) of each request of which no sample has begun, the last one first."""
+        nodes = self._node_of_request
+        for row in np.flatnonzero(np.asarray(self._samples)[np.asarray(self._order)])[::-1].tolist():
+            request = self._order[row]
+            if request in self._cancelled or not self._block_manager.unstarted[node := nodes[request]]:
+                continue
+            if (row, 0) >= self._place(node):
+                yield request, self._samples[request]
 
     def is_cancelled(self, request: int) -> bool:
         """Whether samples of `request` were cancelled before they began."""

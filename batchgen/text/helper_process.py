@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import RLock
@@ -27,9 +27,12 @@ class HelperProcess:
         module: name of the module; `source` and `sink` are descriptors of the pipes in its process.
         numbers: further arguments of `serve`.
         files: those of them that are descriptors of files.
+        variables: of its environment, in addition to those of this process.
     """
 
-    def __init__(self, module: str, *numbers: int, files: Sequence[int] = ()) -> None:
+    def __init__(
+        self, module: str, *numbers: int, files: Sequence[int] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
         request_end, requests = os.pipe()
         results, result_end = os.pipe()
         arguments = [*map(str, (request_end, result_end, *numbers))]
@@ -40,7 +43,8 @@ class HelperProcess:
             stderr=subprocess.DEVNULL,  # the libraries' warnings repeat errors that are reported
             pass_fds=(request_end, result_end, *files),
             start_new_session=True,  # a keyboard interrupt is for the run to handle
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # a process with several threads must not fork
+            # By default it has one thread, since a process with several must not fork.
+            env={**os.environ, **({"OMP_NUM_THREADS": "1"} if variables is None else variables)},
         )
         os.close(request_end)
         os.close(result_end)

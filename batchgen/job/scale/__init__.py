@@ -1,0 +1,1 @@
+"""A job on several devices: one process each, on parts of one plan."""

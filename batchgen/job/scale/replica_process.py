@@ -1,0 +1,39 @@
+"""The process of a replica; its main function is `serve`. It imports torch only on the processors that it may use."""
+
+from __future__ import annotations
+
+import os
+
+
+def serve(source: int, sink: int, first: int, count: int) -> None:
+    """Generate what the job hands out, until it closes the pipe.
+
+    Args:
+        source: descriptor of the pipe from which messages are received.
+        sink: descriptor of the pipe to which they are sent.
+        first: of the processors in their order by core, the first that this process may use.
+        count: how many it may use; 0 for all.
+    """
+    if count:
+        os.sched_setaffinity(0, processors_by_core()[first : first + count])
+    from batchgen.job.scale.replica import Replica
+    from batchgen.text.helper_process import begin
+
+    Replica(*begin(source, sink)).run()
+
+
+def processors_by_core() -> list[int]:
+    """The processors that this process may run on; those of one core are neighbours."""
+
+    def core(processor: int) -> tuple[int, int, int]:
+        folder = f"/sys/devices/system/cpu/cpu{processor}/topology"
+        try:
+            package, number = (
+                int(open(f"{folder}/{name}", encoding="ascii").read())  # noqa: PTH123, SIM115 - two short files
+                for name in ("physical_package_id", "core_id")
+            )
+        except (OSError, ValueError):
+            return 0, processor, processor
+        return package, number, processor
+
+    return sorted(os.sched_getaffinity(0), key=core)
