@@ -145,6 +145,10 @@ class Record(WorkRecord):
         self.set_aside = set_aside
         self.alone: Sequence[int] = ()
         """Rows that generate by themselves when all others are done."""
+        self.refused: Mapping[int, ErrorInfo] = {}
+        """Row -> its error, for rows that are not read."""
+        self._ranges: Sequence[tuple[int, int]] = ()
+        """First and last row of what is read one by one."""
         with output_errors(path), open_new(path) as stream:
             stream.write(bytes(8 * _CELLS))
             stream.flush()
@@ -164,7 +168,39 @@ class Record(WorkRecord):
         """Nothing is in work any more. May be called from any thread, and again."""
         self.ended(-1, list(self._places))
         self._cells[_STEPS] = 0
-        self._cells[_LOW] = self._cells[_HIGH] = self._cells[_ALONE] = 0
+        self.end_reading()
+
+    # Reading.
+
+    def is_suspect(self, row: int) -> bool:
+        """Whether a row is read by itself."""
+        return any(low <= row <= high for low, high in self._ranges)
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether any row is read by itself."""
+        return bool(self._ranges)
+
+    def parsing(self, row: int) -> None:
+        """A row is being parsed; it is in work until `parsed` names it or a later one."""
+        self._cells[_HIGH] = row + 1
+
+    def parsed(self, row: int) -> None:
+        """A row and all before it are read."""
+        self._cells[_LOW] = row + 2
+
+    def parsing_alone(self, row: int) -> None:
+        """A row is about to be parsed, all before it are read, and no other is until it is."""
+        cells = self._cells
+        cells[_ALONE], cells[_LOW], cells[_HIGH] = row + 1, row + 1, row + 1
+
+    def end_reading(self) -> None:
+        """No row is being read."""
+        cells = self._cells
+        cells[_READ] = max(cells[_READ], cells[_LOW] - 1)
+        cells[_LOW] = cells[_HIGH] = cells[_ALONE] = 0
+
+    # Generation.
 
     def run_alone(self, row: int) -> None:
         """The next samples are those of this row."""
@@ -236,12 +272,9 @@ class InWork(Record):
     def _judge(self, history: _History) -> None:
         aside = {row: known for row, known in history.rows.items() if known.set_aside}
         self.refused = {row: _engine_crash() for row, known in aside.items() if known.read_alone}
-        """Row -> its error, for rows that are not read any more."""
         self.set_aside = {row: _engine_crash() for row, known in aside.items() if not known.read_alone}
-        """Row -> its error, for rows that do not generate any more."""
         suspects = [row for row, r in history.rows.items() if not r.set_aside and r.deaths >= _DEATHS_TO_SUSPECT]
         self.alone = sorted(suspects, key=lambda row: (len(history.rows[row].alone), row))
-        """Rows that generate by themselves when all others are done; those that a run died of come last."""
 
     def learn(self, number: int) -> None:
         """Learn from what a replica that died has left.
@@ -252,41 +285,6 @@ class InWork(Record):
         history = _History.read(self._work)
         history.learn(self._work, [replica_record(self._work.paths.work, number)])
         self._judge(history)
-
-    def close(self) -> None:
-        """Nothing is in work any more. May be called from any thread, and again."""
-        super().close()
-        self.end_reading()
-
-    # Reading.
-
-    def is_suspect(self, row: int) -> bool:
-        """Whether a row is read by itself."""
-        return any(low <= row <= high for low, high in self._ranges)
-
-    @property
-    def has_suspects(self) -> bool:
-        """Whether any row is read by itself."""
-        return bool(self._ranges)
-
-    def parsing(self, row: int) -> None:
-        """A row is being parsed; it is in work until `parsed` names it or a later one."""
-        self._cells[_HIGH] = row + 1
-
-    def parsed(self, row: int) -> None:
-        """A row and all before it are read."""
-        self._cells[_LOW] = row + 2
-
-    def parsing_alone(self, row: int) -> None:
-        """A row is about to be parsed, all before it are read, and no other is until it is."""
-        cells = self._cells
-        cells[_ALONE], cells[_LOW], cells[_HIGH] = row + 1, row + 1, row + 1
-
-    def end_reading(self) -> None:
-        """No row is being read."""
-        cells = self._cells
-        cells[_READ] = max(cells[_READ], cells[_LOW] - 1)
-        cells[_LOW] = cells[_HIGH] = cells[_ALONE] = 0
 
 
 def _engine_crash() -> ErrorInfo:

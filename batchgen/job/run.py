@@ -220,7 +220,8 @@ class _Job:
         if self.replicas is not None:
             with self._phase("planning"):
                 key = tokenized_key(job.identity, setup, self.in_work.refused)
-                self.replicas.begin(rows, key, done, emit=emit, scaled=scaled, times=times)
+                once = any(each.is_pipe for each in self.job.inputs)
+                self.replicas.begin(rows, key, done, emit=emit, scaled=scaled, times=times, once=once)
             return self.replicas
         with self._phase("loading"):
             engine = self._wait_for_engine(rows)

@@ -172,6 +172,14 @@ def resume(job: EveryRow, out: Path) -> list[dict[str, Any]]:
     return kept
 
 
+def test_replicas_give_the_same_rows(every: EveryRow, tmp_path: Path) -> None:
+    run(
+        [*every.command(tmp_path / "out.parquet", str(tmp_path / "events.jsonl")), *STEPS, "--replicas", "2"],
+        every.folder,
+    )
+    assert_finished(every, tmp_path / "out.parquet")
+
+
 def test_the_job_has_every_kind_of_row(every: EveryRow) -> None:
     table = every.table
     assert {"ok", "error"} == set(table["status"].to_pylist())

@@ -76,6 +76,11 @@ def discard_tokenized(folder: Path) -> None:
     remove_file(folder / _ABOUT)
 
 
+def is_cached(rows: Ingested) -> bool:
+    """Whether `save_tokenized` saves these rows."""
+    return rows.table.embeds_id is None and rows.table.media is None and len(rows.table.params) <= _MAX_PARAMS
+
+
 def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
     """Complete the cache whose token ids and texts `ingest` wrote to `folder`.
 
@@ -84,7 +89,7 @@ def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
     Raises:
         OutputError: the cache cannot be written.
     """
-    if rows.table.embeds_id is not None or rows.table.media is not None or len(rows.table.params) > _MAX_PARAMS:
+    if not is_cached(rows):
         return
     metadata = {
         "key": key,

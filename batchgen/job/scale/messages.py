@@ -32,7 +32,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """To a replica: read the tokenized rows of the job."""
+    """To a replica: read the rows of the job, tokenized if the folder has them, else from the input."""
 
     folder: Path
     key: str
@@ -42,6 +42,10 @@ class Read:
     """Whether events are wanted."""
     times: bool
     """Whether the time left is."""
+    refused: Mapping[int, ErrorInfo]
+    """Row -> its error, for rows that are not read."""
+    clock: str
+    """The time that conversations see."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,23 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.data.read.input_set import open_inputs
 from batchgen.engine.engine import Engine
 from batchgen.engine.running import Running
 from batchgen.errors import BatchgenError
 from batchgen.job.display.eta import EtaTracker
 from batchgen.job.in_work import Record
-from batchgen.job.preflight import preflight
-from batchgen.job.rows.ingest import Ingested
+from batchgen.job.preflight import CheckedJob, preflight
+from batchgen.job.rows.ingest import Ingested, ingest
 from batchgen.job.rows.tokenized_cache import load_tokenized
 from batchgen.job.scale.messages import Ended, Failed, GiveBack, Given, Load, Loaded, Read, Share, Step
 from batchgen.job.setup import Setup, prepare
@@ -36,6 +40,8 @@ class Replica:
     def __init__(self, messages: Connection, results: Connection) -> None:
         """`messages`: from the job. `results`: to it."""
         self._messages, self._results = messages, results
+        self._scratch = TemporaryDirectory(prefix="batchgen-")
+        self._job: CheckedJob
         self._setup: Setup
         self._engine: Engine
         self._record: Record
@@ -63,6 +69,7 @@ class Replica:
                     case GiveBack():  # it came when the share had just ended
                         self._results.send(Given(np.zeros(0, np.int64)))
         except (EOFError, BrokenPipeError, ConnectionResetError):
+            self._scratch.cleanup()
             os._exit(0)  # the job ended
         except BatchgenError as error:
             self._results.send(Failed(error, ""))
@@ -70,16 +77,20 @@ class Replica:
             self._results.send(Failed(BatchgenError(f"{type(error).__name__}: {error}"), traceback.format_exc()))
 
     def _load(self, load: Load) -> None:
-        job = preflight(load.config)
-        self._setup = prepare(job, lambda note: None)
+        self._job = preflight(load.config)
+        self._setup = prepare(self._job, lambda note: None)
         self._record = Record(load.record, load.key, {})
         self._engine = self._setup.load_engine()
         self._results.send(Loaded())
 
     def _read_rows(self, read: Read) -> None:
         rows = load_tokenized(read.folder, read.key)
-        if rows is None:
-            raise BatchgenError(f"{read.folder} does not hold the rows of the job any more")
+        if rows is None:  # they have images, sounds or embeddings
+            self._record.refused = read.refused
+            self._setup.front_end.tokenizer.clock = datetime.fromisoformat(read.clock)
+            inputs = open_inputs(self._job.inputs, include_source=self._setup.config.include_source)
+            folder = Path(self._scratch.name)
+            rows = ingest(self._setup, inputs, folder, folder, record=self._record)
         self._rows, self._read = rows, read
 
     def _generate(self, share: Share) -> None:

@@ -31,6 +31,7 @@ from batchgen.job.display.progress import TimeLeft
 from batchgen.job.generation import Generation
 from batchgen.job.in_work import InWork, replica_record
 from batchgen.job.rows.ingest import Ingested
+from batchgen.job.rows.tokenized_cache import is_cached
 from batchgen.job.scale.messages import Ended, Failed, GiveBack, Given, Load, Loaded, Read, Share, Step
 from batchgen.job.scale.shares import shares
 from batchgen.job.setup import Setup
@@ -149,7 +150,15 @@ class Replicas(Generation):
             member.process.close()
 
     def begin(
-        self, rows: Ingested, key: str, done: npt.NDArray[np.bool_], *, emit: Emit | None, scaled: bool, times: bool
+        self,
+        rows: Ingested,
+        key: str,
+        done: npt.NDArray[np.bool_],
+        *,
+        emit: Emit | None,
+        scaled: bool,
+        times: bool,
+        once: bool,
     ) -> None:
         """Plan the job.
 
@@ -160,19 +169,27 @@ class Replicas(Generation):
             emit: receives the events of rows with `stream`; None: there are none.
             scaled: as for `Engine.start`.
             times: whether the time left is wanted.
+            once: whether the input can be read only once.
 
         Raises:
             UsageError: rows cannot be handed to other processes.
         """
         table, setup = rows.table, self._setup
-        if not (self._work.tokenized / "about.json").exists():
+        if once and not is_cached(rows):
             raise UsageError(
-                "`--replicas`: rows with images, sounds or embeddings, or with very many different parameters, run in "
-                "one process; leave it out, or run shards of the job with --shard"
+                "`--replicas`: rows with images, sounds or embeddings are read by every process, and a pipe can be "
+                "read once; name a file as the input"
             )
-        self.workload = plan_workload(table, done, dedup=setup.config.engine.dedup, adapters=list(setup.spec.adapters))
+        self.workload = plan_workload(
+            table,
+            done,
+            dedup=setup.config.engine.dedup,
+            adapters=list(setup.spec.adapters),
+            bidirectional=setup.spec.bidirectional,
+        )
         self._emit = emit
-        self._read = Read(self._work.tokenized, key, scaled, emit is not None, times)
+        clock = setup.front_end.tokenizer.clock.isoformat()
+        self._read = Read(self._work.tokenized, key, scaled, emit is not None, times, dict(self._record.refused), clock)
         self._left = ~done
         self._prompts = table.row_index, table.prompt_index
         starts = np.flatnonzero(first_of_prompt(*self._prompts))
