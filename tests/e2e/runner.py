@@ -89,6 +89,11 @@ class Job:
             raise AssertionError(f"still running after {seconds} s:\n{self._text('stderr')}")
         return ProcessResult(int(self._process.exitcode), self._text("stdout"), self._text("stderr"))
 
+    def ends_within(self, seconds: float) -> bool:
+        """Whether the process ends in so many seconds, for which this waits."""
+        self._process.join(seconds)
+        return not self.alive
+
     def kill_after(self, seconds: float) -> bool:
         """`kill -9` after `seconds` unless the process ends before; return whether it was killed."""
         self._process.join(seconds)
