@@ -132,6 +132,23 @@ class Simulator:
 
         self.run(between)
 
+    def run_withdrawing(self, shares: list[tuple[int, float]], together: set[int]) -> int:
+        """Run while requests that have not begun are withdrawn; returns how many were. `shares`: (step, share)."""
+        stay = np.array([request in together for request in range(len(self.prompts))])
+
+        def between(step: int) -> None:
+            for share in (share for when, share in shares if when == step):
+                most = share * self.scheduler.unbegun
+                withdrawn = self.scheduler.withdraw(share, stay)
+                assert sum(len(self.targets[request]) for request in withdrawn) <= most
+                assert not stay[withdrawn].any()
+                assert not {request for request, _ in self.owners.values()} & {*withdrawn}
+                assert not self.failed & {*withdrawn}
+                self.failed |= {*withdrawn}
+
+        self.run(between)
+        return len(self.failed)
+
     def cancel(self, request: int) -> None:
         self.failed.add(request)
         for sequence in self.scheduler.cancel(request):

@@ -126,6 +126,24 @@ def test_cancelled_requests_free_everything(
     simulator(*job).run_cancelling(cancels)
 
 
+@examples(150)
+@given(
+    tight_jobs(),
+    st.lists(st.tuples(st.integers(0, 30), st.sampled_from([0.3, 0.5, 1.0])), max_size=4),
+    st.sets(st.integers(0, 12), max_size=4),
+)
+def test_withdrawn_requests_never_begin(
+    job: tuple[list[tuple], SchedulerConfig], shares: list[tuple[int, float]], together: set[int]
+) -> None:
+    simulator(*job).run_withdrawing(shares, together)
+
+
+def test_half_of_what_has_not_begun_is_withdrawn() -> None:
+    config = SchedulerConfig(num_pages=64, page_size=4, max_num_seqs=2, max_tokens_per_step=16)
+    sim = simulator([([1, 2, request], [9], 0, 0) for request in range(20)], config)
+    assert sim.run_withdrawing([(0, 0.5)], set()) == 9
+
+
 def test_preemption_recomputes_exactly_the_lost_positions() -> None:
     # Two rows of 4 + 8 positions in 5 usable pages of 4: they do not fit together at full length.
     config = SchedulerConfig(num_pages=6, page_size=4, max_num_seqs=2, max_tokens_per_step=16, admission="free")

@@ -30,7 +30,7 @@ from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import RunCounts
 from batchgen.request.completion import Completion, StreamEvent
 
-_TELL_SECONDS: Final = 0.1
+_SEND_SECONDS: Final = 0.1
 """Longest time for which results are collected before they are sent."""
 
 
@@ -53,7 +53,7 @@ class Replica:
         self._eta: EtaTracker | None = None
         self._groups: list[list[Completion]] = []
         self._events: list[StreamEvent] = []
-        self._told = 0.0
+        self._sent = 0.0
 
     def run(self) -> None:
         """Serve the job. An error is sent to it."""
@@ -111,7 +111,7 @@ class Replica:
         self._eta = EtaTracker.of_job(running, setup.spec) if read.times else None
         for group in running.loop.run(self._tick):
             self._groups.append(group)
-        self._tell()
+        self._send()
         self._results.send(Ended(RunCounts.of(running), self._engine.facts, running.loop.notes))
 
     def _emit(self, events: Sequence[StreamEvent]) -> None:
@@ -119,12 +119,12 @@ class Replica:
 
     def _tick(self) -> bool:
         """Between two steps: send what there is, and give back what is asked for."""
-        if time.monotonic() - self._told >= _TELL_SECONDS:
-            self._tell()
+        if time.monotonic() - self._sent >= _SEND_SECONDS:
+            self._send()
         while self._messages.poll():
             message = self._messages.recv()
             assert isinstance(message, GiveBack)
-            self._tell()
+            self._send()
             self._results.send(Given(self._give_back(message.share)))
         return False
 
@@ -139,9 +139,9 @@ class Replica:
         self._remains[given] = False
         return given
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         loop = self._running.loop
         left = None if self._eta is None else self._eta.tick(loop.state.in_flight)
         unbegun = self._running.scheduler.unbegun
         self._results.send(Step(self._groups, self._events, replace(loop.state), left, unbegun))
-        self._groups, self._events, self._told = [], [], time.monotonic()
+        self._groups, self._events, self._sent = [], [], time.monotonic()
