@@ -64,6 +64,7 @@ def test_rows_of_a_process_that_died_are_run_again(model: Path, tmp_path: Path, 
     assert found.equals(table(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_row_that_kills_each_process_becomes_an_error_row(model: Path, tmp_path: Path, named: list[str]) -> None:
     words = command(model, deadly(tmp_path / "mark", always=True), tmp_path, *named)
     run([*words, "--replicas", "2"], tmp_path)
@@ -72,6 +73,7 @@ def test_a_row_that_kills_each_process_becomes_an_error_row(model: Path, tmp_pat
     assert len(rows) == len(ROWS) + 1
 
 
+@pytest.mark.slow
 def test_no_process_outlives_a_job_that_is_killed(model: Path, tmp_path: Path) -> None:
     words = command(model, [*ROWS, {"id": "p", "text": "Hi", **PAUSED}], tmp_path, *PAUSING, "--replicas", "2")
     (tmp_path / "pause").touch()
@@ -86,6 +88,15 @@ def test_no_process_outlives_a_job_that_is_killed(model: Path, tmp_path: Path) -
     found = table(tmp_path)
     run([*words[:-2], "--overwrite"], tmp_path)
     assert found.equals(table(tmp_path))
+
+
+def test_a_job_whose_rows_are_all_committed_is_finished(model: Path, tmp_path: Path) -> None:
+    words = command(model, ROWS[:6], tmp_path, "--replicas", "2")
+    run(words[:-2], tmp_path)
+    found = table(tmp_path)
+    for name in ("out.parquet", "all.parquet"):
+        run([*words, "-o", name, "--reuse", "out.parquet"] if name == "all.parquet" else words, tmp_path)
+    assert table(tmp_path, "all.parquet").drop(["cached_tokens"]).equals(found.drop(["cached_tokens"]))
 
 
 def test_more_processes_than_processors_are_refused(model: Path, tmp_path: Path) -> None:

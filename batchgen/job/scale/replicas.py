@@ -210,7 +210,7 @@ class Replicas(Generation):
         while not stop():
             self._hand_out()
             if not (self._waiting or any(member.is_busy for member in self._members)):
-                if not self._next_alone():
+                if not self._add_rest():
                     return
                 continue
             ends = {member.process.results: member for member in self._members}
@@ -264,7 +264,7 @@ class Replicas(Generation):
         while idle and self._waiting:
             requests, alone = self._waiting.popleft()
             requests = requests[self._left[requests]]
-            if not len(requests):
+            if not len(requests) and self._has_counts:
                 continue
             member = idle.pop()
             member.requests, member.alone, member.is_busy = requests, alone, True
@@ -277,17 +277,22 @@ class Replicas(Generation):
             with suppress(OSError):
                 most.process.requests.send(GiveBack(_GIVEN_SHARE))
 
-    def _next_alone(self) -> bool:
-        """Hand out the next row that runs alone, when nothing else runs; false if there is none."""
+    @property
+    def _has_counts(self) -> bool:
+        """Whether there are counts, or will be; without any request an empty share gives them."""
+        return self._counts is not None or bool(self._waiting) or any(member.is_busy for member in self._members)
+
+    def _add_rest(self) -> bool:
+        """When nothing runs, add the next row that runs alone, or what else is left; false if nothing is."""
         for row in self._record.alone:
             requests = np.flatnonzero(self._left & (self._prompts[0] == row))
             if len(requests):
                 self._waiting.append((requests, row))
                 return True
         rest = np.flatnonzero(self._left)  # of rows that were set aside meanwhile
-        if len(rest):
+        if len(rest) or self._counts is None:
             self._waiting.append((rest, None))
-        return bool(len(rest))
+        return bool(self._waiting)
 
     def _replace(self, member: _Member) -> None:
         """Start a process in the place of one that died, and take back what it has not finished.
@@ -329,8 +334,9 @@ class Replicas(Generation):
 
     @property
     def counts(self) -> RunCounts:
-        """Of all processes; without any row, of none."""
-        return self._counts or RunCounts(0, 0, 0, 0, {}, {})
+        """Of all processes."""
+        assert self._counts is not None
+        return self._counts
 
     @property
     def facts(self) -> Mapping[str, Any]:
