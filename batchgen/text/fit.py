@@ -64,11 +64,13 @@ class PromptFitter:
     def fit_scored(self, prompt: Prompt, ids: list[int], start: int) -> list[int]:
         """The prompt's part of `ids`, truncated if prompt and text exceed the context and truncation is allowed.
 
+        The last token of a text is scored by those before it, so it may be one past the context.
+
         Raises:
             RowError: `context_length_exceeded`, with all numbers.
         """
         keep = self._context - (len(ids) - start)
-        if start <= keep:
+        if start <= keep + 1:
             return ids[:start]
         if self._truncate == "none" or keep < 1:
             message = (

@@ -117,13 +117,13 @@ def test_scoring_rows_out_of_range_or_too_long_are_refused(
     size = tokenizer.vocab_size
     error = encode_error(encoder, {"input_ids": [5], "completions": [[6], [size]]})
     assert (error.code, error.param) == (ErrorCode.TOKEN_OUT_OF_RANGE, "completions")
-    long = encode_error(encoder, {"input_ids": [5] * 4, "completion": [6] * 5})
+    long = encode_error(encoder, {"input_ids": [5] * 4, "completion": [6] * 6})
     assert long.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED
     assert "4 tokens" in long.message
-    assert len(encode(encoder, {"input_ids": [5] * 4, "completion": [6] * 4})[0].ids) == 8, "the context may be full"
+    whole = encode(encoder, {"input_ids": [5] * 4, "completion": [6] * 5})
+    assert len(whole[0].ids) == 9, "the last token has no place in the context"
     monkeypatch.setattr(tokenizer, "prefix_ids", [])
-    whole = tokenizer.encode_plain([" fox"])[0]
-    assert len(whole) == 1, "' fox' is one token"
+    assert len(tokenizer.encode_plain([" fox"])[0]) == 1, "' fox' is one token"
     straddling = encode_error(encoder, {"text": " f", "completion": "ox"})
     assert (straddling.code, straddling.param) == (ErrorCode.EMPTY_PROMPT, "text")
 
@@ -133,5 +133,5 @@ def test_truncation_cuts_the_prompt_alone(tokenizer: Tokenizer, side: str, kept:
     encoder = Encoder(tokenizer, tokenizer.vocab_size, 8, side)  # type: ignore[arg-type]
     (prompt,) = encode(encoder, {"input_ids": [5, 6, 7, 8, 9], "completion": [10] * 5})
     assert (prompt.ids, prompt.score_start) == ([*kept, *[10] * 5], 3)
-    too_long = encode_error(encoder, {"input_ids": [5], "completion": [10] * 8})
+    too_long = encode_error(encoder, {"input_ids": [5], "completion": [10] * 9})
     assert too_long.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED

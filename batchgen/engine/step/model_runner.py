@@ -138,10 +138,10 @@ class ModelRunner:
     ) -> Issued:
         """Queue a step or a part of one, after the step `unread`. After a failure it can be called again."""
         workload, rows = self._workload, running.rows(plan.samples.sequence_ids) if plan.samples else None
-        chunk, (last_rows, last) = self._context.model.spec.attention_chunk, (None, None)
+        spec, (last_rows, last) = self._context.model.spec, (None, None)
         if unread is not None:
             last_rows, last = unread.rows, unread.tokens
-        arrays = lay_out_step(plan, workload, running, self._decode_tables, last_rows, self._media, chunk)
+        arrays = lay_out_step(plan, workload, running, self._decode_tables, last_rows, self._media, spec)
         sampling = None if rows is None else self._sampler.metadata(rows)
         step = Step(plan, arrays, sampling, last, read_last, copies, wait=self.close)
         try:

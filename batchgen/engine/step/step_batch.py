@@ -21,7 +21,7 @@ from batchgen.kernels.grouped import restarted
 from batchgen.kernels.lora import LoraStep, lora_step
 from batchgen.kernels.mixers.states import Run, RunBatch, chunk_batches, decode_batch
 from batchgen.kernels.types import AttentionBatch, ChunkPages
-from batchgen.models.base import TokenEmbeds
+from batchgen.models.base import ModelSpec, TokenEmbeds
 from batchgen.plan.step_plan import PrefillChunk, StepPlan
 from batchgen.request.table.request_table import RequestTable
 
@@ -144,12 +144,13 @@ def lay_out_step(
     decodes: Sequence[DecodeTable],
     unread: BatchView | None,
     media: StepMedia | None,
-    attention_chunk: int | None,
+    spec: ModelSpec,
 ) -> StepArrays:
     """Lay out a step: its prefill chunks in order, then its decode rows.
 
     `decodes`: the table of each cache group, which must see the decode rows of every step of the job, in order, and is
-    cleared in a step without any; `unread`: [R'] rows of the last step if its tokens are still only on the device.
+    cleared in a step without any; `unread`: [R'] rows of the last step if its tokens are still only on the device;
+    `spec`: of the model.
     """
     total, table, adapter = plan.tokens, workload.table, workload.adapter
     ids = np.empty(total, np.int64)
@@ -166,7 +167,7 @@ def lay_out_step(
         if unread is not None and source is not None:
             source[at:] = _source_rows(plan.decodes.sequence_ids, rows, unread)
     groups = zip(decodes, plan.group_pages, strict=True)
-    laid = [_lay_out_pages(plan, own, positions, rows, pages, attention_chunk) for own, pages in groups]
+    laid = [_lay_out_pages(plan, own, positions, rows, pages, spec.attention_chunk) for own, pages in groups]
     attention = [batch for batch, _ in laid]
     embeds, rope_positions = StepEmbeds(), None
     if table.embeds_id is not None:
@@ -178,7 +179,8 @@ def lay_out_step(
     logit_rows, sample_rows = _unique_tokens(plan.samples.tokens)
     return StepArrays(
         ids=ids,
-        positions=positions,
+        # The last token of a scored text may be past the context. Its state is not read, and a model has no such place.
+        positions=np.minimum(positions, spec.context_length - 1),
         slots=[slots for _, slots in laid],
         source=source,
         logit_rows=logit_rows,

@@ -107,6 +107,26 @@ def test_scores_equal_eager(folder: Path, implementation: str, shape: Row) -> No
     assert [c.output_ids for c in together] == [c.output_ids for c in alone]
 
 
+@pytest.mark.parametrize(("model_type", "page_size"), [("qwen3", 4), ("gpt2", 16)], ids=str)
+def test_the_last_token_may_be_past_the_context(model_type: str, page_size: int, tmp_path: Path) -> None:
+    """It is scored by those before it: a model's own positions are enough, also where they are learned."""
+    context = 24
+    own = {"max_position_embeddings": context} if model_type == "qwen3" else {"n_positions": context}
+    folder = save_with_words(model_type, tmp_path, **own)
+    engine = Engine(str(folder), dtype="float32", page_size=page_size)
+    ids = [token % VOCAB for token in range(7, 7 + 5 * (context + 1), 5)]
+    borders = [1, context // 2, context]
+    rows = [{"input_ids": ids[:border], "completion": ids[border:]} for border in borders]
+    done = list(engine.generate([*rows, {"input_ids": ids[:-4], "temperature": 0, "max_new_tokens": 4}], ordered=True))
+    (logprobs,) = eager_logprobs(folder, [ids[:-1]])
+    for completion, border in zip(done, borders, strict=False):
+        expected = logprobs[np.arange(border - 1, context), ids[border:]]
+        np.testing.assert_allclose(completion.score_logprobs, expected, atol=TOLERANCE)
+    assert done[-1].completion_tokens == 3, "what is generated fills the context"
+    (refused,) = engine.generate([{"input_ids": ids, "completion": [5]}])
+    assert refused.error.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED
+
+
 def test_in_a_pool_for_little_more_than_one_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(str(folder), dtype="float32", page_size=4)
     rows = scoring_rows(30, seed=5)
