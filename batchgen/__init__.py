@@ -6,11 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from batchgen.data.out.distillation import load_kd
     from batchgen.engine.engine import Engine
     from batchgen.request.completion import Completion
     from batchgen.request.fields.params import SamplingParams
 
-__all__ = ["Completion", "Engine", "SamplingParams", "__version__"]
+__all__ = ["Completion", "Engine", "SamplingParams", "__version__", "load_kd"]
 
 __version__ = "0.1.0"
 
@@ -18,11 +19,12 @@ _MODULES = {
     "Completion": "batchgen.request.completion",
     "Engine": "batchgen.engine.engine",
     "SamplingParams": "batchgen.request.fields.params",
+    "load_kd": "batchgen.data.out.distillation",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public classes on first use, so that `import batchgen` does not import torch."""
+    """Import the public names on first use, so that `import batchgen` does not import torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from batchgen.library_settings import short_openmp_spins

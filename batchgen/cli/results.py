@@ -77,11 +77,12 @@ DuplicateIds: TypeAlias = Annotated[
     _switch("--allow-duplicate-ids", "Allow rows with the same id in different shards. Example: --allow-duplicate-ids"),
 ]
 Shape: TypeAlias = Annotated[
-    Literal["openai-batch", "jsonl"],
+    Literal["openai-batch", "jsonl", "kd"],
     typer.Option(
         "--format",
-        metavar="openai-batch|jsonl",
-        help="Output format: OpenAI batch output and error files, or one JSON object per sample. "
+        metavar="openai-batch|jsonl|kd",
+        help="Output format: OpenAI batch output and error files, one JSON object per sample, or Parquet of the top "
+        "logprobs for distillation. "
         "Example: --format openai-batch",
     ),
 ]
@@ -89,8 +90,8 @@ Exported: TypeAlias = Annotated[
     str | None,
     _option(
         "PATH",
-        "File to write; - is stdout. Default: OUT.openai.jsonl with OUT.openai.errors.jsonl, or OUT.jsonl. "
-        "Example: -o batch_output.jsonl",
+        "File to write; - is stdout. Default: OUT.openai.jsonl with OUT.openai.errors.jsonl, OUT.jsonl, or "
+        "OUT.kd.parquet. Example: -o batch_output.jsonl",
         "--output",
         "-o",
         parser=_name_to_write,

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"errors", "library_settings", "request", "config", "tables"},
     "models": {"errors", "library_settings", "user_cache", "request", "gguf", "kernels"},
     "engine": {"errors", "request", "config", "kernels", "plan", "text", "media", "tables", "models"},
-    "__init__": {"library_settings", "request", "engine"},
+    "__init__": {"library_settings", "request", "data", "engine"},
     "job": {
         "errors", "user_cache", "request", "config", "kernels", "plan", "text", "media", "data", "demo", "models",
         "engine", "__init__",

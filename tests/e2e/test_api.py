@@ -29,8 +29,8 @@ def test_importing_the_package_imports_no_large_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_package_exports_four_names() -> None:
-    assert dir(batchgen) == ["Completion", "Engine", "SamplingParams", "__version__"]
+def test_the_package_exports_five_names() -> None:
+    assert dir(batchgen) == ["Completion", "Engine", "SamplingParams", "__version__", "load_kd"]
     with pytest.raises(AttributeError, match="no attribute 'Motor'"):
         batchgen.Motor  # noqa: B018
 

@@ -30,6 +30,8 @@ class ExportCounts:
 
     lines: int = 0
     errors: int = 0
+    left_out: int = 0
+    """Samples without what the format holds."""
 
 
 def finished_results(out: Path) -> Results:

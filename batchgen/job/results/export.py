@@ -1,4 +1,4 @@
-"""`batchgen export`: a finished output as JSON lines or as OpenAI batch output."""
+"""`batchgen export`: a finished output as JSON lines, as OpenAI batch output, or as teacher values."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Final, Literal, cast
 
 from batchgen.config.units import STDIN
 from batchgen.data.checksums import CrcStream, DamagedBytes
 from batchgen.data.durable_files import refuse_existing, write_durably
 from batchgen.data.files import followed, is_file, open_named, same_file, size_of, temporary_near
 from batchgen.data.lines import errors_path
+from batchgen.data.out.distillation import write_kd
 from batchgen.data.out.export import ExportCounts, finished_results, write_jsonl, write_openai
 from batchgen.data.out.openai_bodies import TokenPiece
 from batchgen.data.reserved_paths import ReservedPaths
@@ -22,8 +23,9 @@ from batchgen.demo import model_path
 from batchgen.errors import ModelError, OutputError, UsageError
 from batchgen.request.printable import EscapedJson, printable
 
-ExportFormat = Literal["openai-batch", "jsonl"]
+ExportFormat = Literal["openai-batch", "jsonl", "kd"]
 DEMO = "demonstration model"
+_SUFFIXES: Final = {"openai-batch": ".openai.jsonl", "jsonl": ".jsonl", "kd": ".kd.parquet"}
 
 
 def export_results(
@@ -33,7 +35,7 @@ def export_results(
 
     Args:
         out: a finished results file.
-        shape: OpenAI's batch output and error files, or one object per sample.
+        shape: OpenAI's batch output and error files, one object per sample, or the top logprobs.
         target: the file to write, `-` for stdout; None for a name derived from `out`.
         overwrite: whether existing files are replaced.
         tokenizer: folder or id of the tokenizer, if the one recorded in the output is gone.
@@ -47,21 +49,26 @@ def export_results(
     results = finished_results(out)
     run = results.footer
     assert run is not None
-    path = Path(target) if target else out.with_suffix(".jsonl" if shape == "jsonl" else ".openai.jsonl")
-    files = [path] if shape == "jsonl" else [path, errors_path(path)]
+    path = Path(target) if target else out.with_suffix(_SUFFIXES[shape])
+    files = [path, errors_path(path)] if shape == "openai-batch" else [path]
 
     def write(streams: Sequence[BinaryIO]) -> ExportCounts:
         if shape == "jsonl":
             return write_jsonl(results, streams[0])
+        if shape == "kd":
+            return write_kd(results, streams[0])
         return write_openai(results, streams[0], streams[-1], _piece_lookup(run, tokenizer))
 
+    if target == STDIN and shape == "kd":
+        raise UsageError("--format kd writes Parquet, which does not go to stdout. Name a file with -o.")
     if target == STDIN:
         counts, where = write([cast("BinaryIO", EscapedJson(sys.stdout.buffer))]), ""
     else:
         _refuse_overwriting_sources(files, out, run)
         counts, where = write_files(files, write, overwrite), f"{', '.join(map(str, files))}: "
-    what = "samples" if shape == "jsonl" else "rows"
-    print(printable(f"{where}{counts.lines:,} {what}, {counts.errors:,} failed"), file=sys.stderr)
+    what = "rows" if shape == "openai-batch" else "samples"
+    others = f", {counts.left_out:,} without top logprobs left out" if counts.left_out else ""
+    print(printable(f"{where}{counts.lines:,} {what}, {counts.errors:,} failed{others}"), file=sys.stderr)
 
 
 def write_files(
