@@ -26,8 +26,8 @@ _GROUPS: Final = {
         "hidden-states", "streaming", "processors", "lora", "other-systems",
     ),
     "Jobs and results": (
-        "configuration", "sharding", "export", "verify", "reliability", "deterministic", "python", "reference",
-        "security",
+        "configuration", "sharding", "export", "verify", "reliability", "deterministic", "python", "evaluation",
+        "reference", "security",
     ),
     "How it works": (
         "models", "kernels", "planning", "architecture", "benchmarks", "limits", "glossary",

@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "library_settings", "user_cache", "request", "config", "kernels", "plan", "text", "media", "data",
         "demo", "models", "engine", "__init__",
     },
+    "lm_eval": {"errors", "request", "engine", "__init__"},
     "cli": {"errors", "library_settings", "request", "config", "models", "engine", "data", "job", "bench", "__init__"},
     "__main__": {"cli"},
 }  # fmt: skip

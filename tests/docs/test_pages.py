@@ -86,7 +86,7 @@ def test_every_page_is_a_topic_with_a_summary() -> None:
 def test_every_optional_set_of_packages_is_in_the_page_of_installation() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     page = (ROOT / "batchgen" / "docs" / "install.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(project["optional-dependencies"])
+    assert re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE) == list(project["optional-dependencies"])
     assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in page
 
 

@@ -1,0 +1,1 @@
+"""batchgen as a model of lm-eval, EleutherAI's evaluation harness: see `model.py`."""
