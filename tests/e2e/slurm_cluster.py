@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine: the real daemons, under a configuration of their own."""
+"""A Slurm cluster of two nodes on this machine: the real daemons, configured for a test."""
 
 from __future__ import annotations
 
