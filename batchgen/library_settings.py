@@ -5,12 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 
 def processors() -> int:
     """Number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processors_by_core() -> list[int]:
+    """The processors that this process may run on; those of one core are neighbours."""
+
+    def core(processor: int) -> tuple[int, int, int]:
+        folder = Path(f"/sys/devices/system/cpu/cpu{processor}/topology")
+        try:
+            package, number = (int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))
+        except (OSError, ValueError):
+            return 0, processor, processor
+        return package, number, processor
+
+    return sorted(os.sched_getaffinity(0), key=core)
 
 
 _SPIN_COUNT: Final = "GOMP_SPINCOUNT"

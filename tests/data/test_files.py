@@ -20,10 +20,13 @@ METHODS = {
 """Methods of `Path` that no other object of these modules has."""
 HARMLESS = {
     "os._exit",
+    "os.environ.get",
     "os.getpid",
     "os.path.abspath",
     "os.path.relpath",
     "os.path.samestat",
+    "os.sched_getaffinity",
+    "os.sched_setaffinity",
     "os.strerror",
     "os.fspath",
 }

@@ -35,8 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"errors", "request", "config", "kernels", "plan", "text", "media", "tables", "models"},
     "__init__": {"library_settings", "request", "data", "engine"},
     "job": {
-        "errors", "user_cache", "request", "config", "kernels", "plan", "text", "media", "data", "demo", "models",
-        "engine", "__init__",
+        "errors", "library_settings", "user_cache", "request", "config", "kernels", "plan", "text", "media", "data",
+        "demo", "models", "engine", "__init__",
     },
     "bench": {
         "errors", "library_settings", "user_cache", "request", "config", "kernels", "plan", "text", "media", "data",

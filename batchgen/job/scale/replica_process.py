@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from batchgen.library_settings import processors_by_core
+
 
 def serve(source: int, sink: int, first: int, count: int) -> None:
     """Generate what the job hands out, until it closes the pipe.
@@ -20,20 +22,3 @@ def serve(source: int, sink: int, first: int, count: int) -> None:
     from batchgen.text.helper_process import begin
 
     Replica(*begin(source, sink)).run()
-
-
-def processors_by_core() -> list[int]:
-    """The processors that this process may run on; those of one core are neighbours."""
-
-    def core(processor: int) -> tuple[int, int, int]:
-        folder = f"/sys/devices/system/cpu/cpu{processor}/topology"
-        try:
-            package, number = (
-                int(open(f"{folder}/{name}", encoding="ascii").read())  # noqa: PTH123, SIM115 - two short files
-                for name in ("physical_package_id", "core_id")
-            )
-        except (OSError, ValueError):
-            return 0, processor, processor
-        return package, number, processor
-
-    return sorted(os.sched_getaffinity(0), key=core)

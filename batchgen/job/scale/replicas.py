@@ -25,7 +25,7 @@ from batchgen.data.store.work_folder import WorkFolder
 from batchgen.engine.loop import LoopState
 from batchgen.engine.memory.kv_budget import AUTO_SHARE
 from batchgen.engine.outputs.streaming import Emit
-from batchgen.engine.workload import plan_workload
+from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import DeviceError, UsageError
 from batchgen.job.display.progress import TimeLeft
 from batchgen.job.generation import Generation
@@ -33,9 +33,9 @@ from batchgen.job.in_work import InWork, replica_record
 from batchgen.job.rows.ingest import Ingested
 from batchgen.job.rows.tokenized_cache import is_cached
 from batchgen.job.scale.messages import Ended, Failed, GiveBack, Given, Load, Loaded, Read, Share, Step
-from batchgen.job.scale.shares import shares
 from batchgen.job.setup import Setup
 from batchgen.job.summary import RunCounts
+from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.request.completion import Completion
 from batchgen.text.helper_process import HelperProcess
 
@@ -44,6 +44,10 @@ _MOST_DEATHS: Final = 8
 """Deaths of processes after which the run ends if no prompt was finished between them."""
 _WAIT_SECONDS: Final = 0.2
 _GIVEN_SHARE: Final = 0.5
+_OUTPUT_COST: Final = 4.0
+"""Cost of a sampled token in computed prompt tokens, which need fewer reads of the weights."""
+_CUT_WITHIN: Final = 0.05
+"""A share may be larger or smaller than the others by this part, so that fewer shared tokens are computed twice."""
 
 Requests = npt.NDArray[np.int64]
 
@@ -347,3 +351,36 @@ class Replicas(Generation):
     def notes(self) -> Sequence[str]:
         """Of the processes."""
         return [*self._notes]
+
+
+def shares(workload: JobWorkload, wanted: npt.NDArray[np.bool_], count: int) -> list[Requests]:
+    """The requests that remain as `count` lists, which may be empty.
+
+    Requests of one prompt, and those that are copies of another one, are in one list.
+
+    Args:
+        workload: the job.
+        wanted: [N] the requests to hand out.
+        count: number of lists.
+    """
+    tree, own = workload.tree, np.arange(len(workload.done))
+    expected = LengthPredictor(workload.max_tokens, workload.kinds()).expected
+    lengths = tree.end[tree.node_of_request].astype(np.float64)
+    costs = np.where(wanted & (workload.samples > 0), lengths - tree.shared_len, 0.0)
+    costs += np.where(wanted, _OUTPUT_COST * expected * workload.samples, 0.0)
+    order = tree.order
+    after = np.cumsum(costs[order])
+    total, cuts = after[-1] if len(after) else 0.0, [0]
+    for number in range(1, count):
+        low, best, high = (
+            int(np.searchsorted(after, total * (number + part) / count)) for part in (-_CUT_WITHIN, 0.0, _CUT_WITHIN)
+        )
+        near = tree.shared_len[order[low : high + 1]]
+        cut = low + int(near.argmin()) if len(near) and near.min() < near[min(best - low, len(near) - 1)] else best
+        cuts.append(max(cut, cuts[-1]))
+    share = np.zeros(len(own), np.int32)
+    for number, cut in enumerate(cuts[1:], 1):
+        share[order[cut:]] = number
+    first = workload.first_text
+    share = share[first[workload.leader[first]]]
+    return [np.flatnonzero(wanted & (share == number)) for number in range(count)]

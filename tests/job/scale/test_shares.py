@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from batchgen.engine.workload import plan_workload
-from batchgen.job.scale.shares import shares
+from batchgen.job.scale.replicas import shares
 from batchgen.request.fields.params import SamplingParams
 from batchgen.request.table.request_table import RequestTable
 
