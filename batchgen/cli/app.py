@@ -16,6 +16,7 @@ from typer.main import get_command
 from batchgen import __version__
 from batchgen.cli import bench, help, jobs, results
 from batchgen.cli.flags import translated
+from batchgen.config.urls import is_url
 from batchgen.errors import BatchgenError, DeviceError, Interrupted, OutputError, UsageError, is_out_of_host_memory
 from batchgen.request.printable import EscapedText, printable
 
@@ -131,6 +132,9 @@ def _report_os_error(error: OSError) -> int:
     if error.errno is None:
         return _report_internal_error(error)
     reason = os.strerror(error.errno)
+    if is_url(str(error.filename)):
+        _print_error(f"{error.filename} cannot be used ({error.strerror}).")
+        return OutputError.exit_code
     if error.errno == errno.ENAMETOOLONG:  # of a path that is put together
         _print_error(f"{str(error.filename)[:80]}...: the name is too long; shorten it")
         return UsageError.exit_code

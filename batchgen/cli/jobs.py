@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from batchgen.cli.flags import GroupedCommand, with_options
 from batchgen.config.run_config import RunConfig
+from batchgen.config.units import STDIN
 
 if TYPE_CHECKING:
     from batchgen.job.preflight import CheckedJob
@@ -30,10 +32,13 @@ def run(config: RunConfig) -> None:
 
     Example: batchgen run prompts.jsonl -o results.parquet --model ./Qwen3-0.6B --temperature 0.7
     """
-    job = _preflight(config)
-    if config.dry_run:
-        raise typer.Exit(_check(job, as_json=False))
-    _run(job)
+    from batchgen.job.stdout import stdout_of
+
+    with stdout_of(config) as made:
+        job = _preflight(made)
+        if config.dry_run:
+            raise typer.Exit(_check(job, as_json=False))
+        _run(job, str(config.output))
 
 
 def check(
@@ -68,7 +73,8 @@ def _check(job: CheckedJob, as_json: bool) -> int:
         return check_job(job, progress, as_json=as_json)
 
 
-def _run(job: CheckedJob) -> None:
+def _run(job: CheckedJob, output: str) -> None:
+    """Run a job. `output`: what the user names as its output."""
     from batchgen.engine.gc_control import DeferredGC
     from batchgen.job.display.progress import ProgressState, make_progress
     from batchgen.job.finished import OpenedCommand
@@ -91,6 +97,8 @@ def _run(job: CheckedJob) -> None:
             summary = run_job(command, stop, progress, began)
     from batchgen.job.summary import print_summary, write_report
 
+    if output == STDIN:
+        summary = replace(summary, output=output)
     print_summary(summary)
     if job.config.report:
         write_report(summary.to_json(), job.config.report, overwrite=job.config.existing == "overwrite")

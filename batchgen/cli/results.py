@@ -12,22 +12,23 @@ import typer
 
 from batchgen.cli.flags import GroupedCommand, gather, option_parameters
 from batchgen.config.run_config import BY_NAME
-from batchgen.config.units import STDIN, check_file_to_write, check_local
+from batchgen.config.units import STDIN, check_file_to_write
+from batchgen.config.urls import check_stored, path_of
 from batchgen.request.printable import printable
 
 EXIT_DIFFERENT = 8
 """Exit code of `verify` if a row differs, or a file is damaged."""
 
 
-def _local_path(text: str, check: Callable[[str], str] = check_local) -> Path:
+def _stored(text: str, check: Callable[[str], str] = check_stored) -> Path:
     try:
-        return Path(check(text))
+        return path_of(check(text))
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from None
 
 
 def _file_to_write(text: str) -> Path:
-    return _local_path(text, check_file_to_write)
+    return _stored(text, check_file_to_write)
 
 
 def _name_to_write(text: str) -> str:
@@ -35,7 +36,7 @@ def _name_to_write(text: str) -> str:
 
 
 def _argument(metavar: str, text: str) -> Any:
-    return typer.Argument(metavar=metavar, help=text, parser=_local_path)
+    return typer.Argument(metavar=metavar, help=text, parser=_stored)
 
 
 def _option(

@@ -11,6 +11,7 @@ from datetime import date
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from batchgen.config import units
+from batchgen.config.urls import check_stored
 from batchgen.errors import UsageError
 from batchgen.request.checks import INT64_HIGH, describe_range, json_type
 from batchgen.request.foreign_text import ForeignTextError, read_json
@@ -148,6 +149,10 @@ def _path(text: str) -> str:
     return units.check_local(_nonempty(text))
 
 
+def _stored(text: str) -> str:
+    return check_stored(_nonempty(text))
+
+
 def _file_to_write(text: str) -> str:
     return units.check_file_to_write(_nonempty(text))
 
@@ -185,6 +190,7 @@ TEXT = ValueType("TEXT", str)
 NAME = ValueType("NAME", _nonempty)
 FILE = ValueType("PATH", _file_to_write, (str, os.PathLike), reach="files")
 PATH = ValueType("PATH", _path, (str, os.PathLike), reach="files")
+STORED_PATH = ValueType("PATH|URL", _stored, (str, os.PathLike), reach="files")
 URL_PREFIX = ValueType("URL", _nonempty, reach="network")
 BOOL = ValueType("", units.parse_bool, (str, bool))
 NUMBER = ValueType("X", units.parse_float, (str, int, float))

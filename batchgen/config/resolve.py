@@ -16,7 +16,8 @@ from typing import Any, BinaryIO, Final
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.option_types import NAME_PATH, Option, Reach, coerce
 from batchgen.config.run_config import BY_NAME, OPTIONS, RunConfig, resolve_shard
-from batchgen.config.units import STDIN, check_file_to_write, check_local
+from batchgen.config.units import STDIN, check_file_to_write
+from batchgen.config.urls import check_readable, is_url, path_of
 from batchgen.errors import RowError, UsageError
 from batchgen.request.checks import check_unicode
 from batchgen.request.fields.constraint import CONSTRAINT_KINDS
@@ -64,6 +65,8 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
     _check_names(sampling, engine, values.get("events"))
     if values.get("prompt_column") is not None and values.get("prompt_template") is not None:
         raise UsageError("`--prompt-column` and `--prompt-template` both say what the prompt is; leave one out")
+    if output == STDIN and STDIN in (values.get("report"), values.get("events")):
+        raise UsageError("`--output` - writes the results to stdout: give --report and --events a file")
     return RunConfig(
         inputs=inputs,
         output=_output_path(inputs, output, cwd, "shard" in values),
@@ -127,19 +130,24 @@ def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path, sharded
         raise UsageError("- (stdin) can be read only once")
     for name in inputs:
         try:
-            check_local(name)
+            check_readable(name)
         except ValueError as problem:
             raise UsageError(f"input {problem}") from None
     if output is None:
         return _default_output(inputs, cwd)
+    if output == STDIN:
+        if sharded:
+            raise UsageError("`--output` - with --shard: shards are Parquet; name a folder such as results")
+        return Path(STDIN)
     _check_output_name(output, sharded)
-    if any(name != STDIN and (cwd / name).resolve() == (cwd / output).resolve() for name in inputs):
+    local = [] if is_url(output) else [name for name in inputs if name != STDIN and not is_url(name)]
+    if output in inputs or any((cwd / name).resolve() == (cwd / output).resolve() for name in local):
         raise UsageError(f"`--output` {output} is an input file; give another name")
-    return Path(output)
+    return path_of(output)
 
 
 def _check_output_name(output: str, sharded: bool) -> None:
-    if output == STDIN or not Path(output).name or Path(output).suffix.lower() in _OTHER_FORMATS:
+    if not Path(output).name or Path(output).suffix.lower() in _OTHER_FORMATS:
         raise UsageError(
             f"`--output` must be a Parquet file such as results.parquet, or .jsonl for JSON lines, got {output!r}"
         )
@@ -149,7 +157,8 @@ def _check_output_name(output: str, sharded: bool) -> None:
             "batchgen merge and batchgen export"
         )
     try:
-        check_file_to_write(output.rstrip("/") if sharded else output)  # shards are in a folder
+        name = output.rstrip("/") if sharded else output  # shards are in a folder
+        check_file_to_write(name.partition("://")[2] if is_url(name) else name)
     except ValueError as problem:
         raise UsageError(f"`--output` {problem}") from None
 
@@ -161,6 +170,8 @@ def _default_output(inputs: tuple[str, ...], cwd: Path) -> Path:
         raise UsageError(f"{reason}: name the result file with -o results.parquet")
     if any(sign in name for sign in "*?[") and not (cwd / name).exists():
         raise UsageError("an input pattern may name several files: name the result file with -o results.parquet")
+    if is_url(name):
+        raise UsageError("the input is at a URL: name the result file with -o results.parquet")
     path = Path(name)
     if not path.name:
         raise UsageError(f"{path} is a folder without a name: name the result file with -o results.parquet")

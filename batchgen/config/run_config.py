@@ -22,6 +22,7 @@ from batchgen.config.option_types import (
     POSITIVE_DURATION,
     SHARD,
     SIZE,
+    STORED_PATH,
     TEXT,
     TEXT_FILE,
     THRESHOLD,
@@ -32,6 +33,7 @@ from batchgen.config.option_types import (
 )
 from batchgen.config.sampling_options import SAMPLING, SAMPLING_OPTIONS
 from batchgen.config.units import Shard, Threshold, parse_shard
+from batchgen.config.urls import shown_url
 from batchgen.errors import UsageError
 from batchgen.request.fields.named_columns import NamedColumns
 
@@ -41,13 +43,13 @@ class RunConfig:
     """Resolved configuration of one job, created by `resolve_config`."""
 
     inputs: tuple[str, ...]
-    """Paths, globs, or "-" for stdin, in order."""
+    """Paths, URLs, globs, or "-" for stdin, in order."""
     output: Path
-    """Result file; with `shard`, the folder of the shards' files."""
+    """Result file; with `shard`, the folder of the shards' files; "-" for stdout."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Run-wide sampling defaults that are set: `SamplingParams` field -> value."""
-    input_format: Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"] = INPUT.option(
+    input_format: Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet", "arrow"] = INPUT.option(
         "auto", "Format of all input files; auto goes by their suffixes. Example: --input-format jsonl"
     )
     prompt_column: str | None = INPUT.option(
@@ -100,6 +102,12 @@ class RunConfig:
         "error",
         "Action for a repeated id: report an error, add a suffix, or allow it. Example: --on-duplicate-id suffix",
     )
+    work_dir: str | None = OUTPUT.option(
+        None,
+        "Folder of this machine for the work folder OUT.work; the default is the folder of the output, for a URL and "
+        "stdout see `batchgen help resume`. Example: --work-dir /scratch",
+        PATH,
+    )
     carry: Literal["all", "none"] | tuple[str, ...] = OUTPUT.option(
         "all",
         "Unknown fields of a row to write to the output: all as JSON in the column `extra`, none, or the named ones as "
@@ -149,7 +157,7 @@ class RunConfig:
     reuse: str | None = JOB.option(
         None,
         "Take finished rows that stay the same from this output, finished or not. Example: --reuse old.parquet",
-        PATH,
+        STORED_PATH,
     )
     retry_errors: bool = JOB.option(False, "Run rows again that failed in an earlier run. Example: --retry-errors")
     max_errors: Threshold = JOB.option(  # noqa: RUF009  # a field
@@ -190,6 +198,11 @@ class RunConfig:
     """Option -> source of its value; absent: default."""
 
     @property
+    def work_path(self) -> Path | None:
+        """The folder that `--work-dir` names."""
+        return None if self.work_dir is None else Path(self.work_dir)
+
+    @property
     def named_columns(self) -> NamedColumns:
         """The fields that options name."""
         return NamedColumns(self.prompt_column, self.id_column, self.image_column, self.audio_column)
@@ -197,7 +210,7 @@ class RunConfig:
     def describe(self) -> dict[str, Any]:
         """JSON form of the configuration, with the origin of each value."""
         return {
-            "inputs": list(self.inputs),
+            "inputs": list(map(shown_url, self.inputs)),
             "options": {
                 option.name: {
                     "value": _json_value(self._value(option)),
@@ -257,8 +270,9 @@ class RunConfig:
 _WITHOUT_ATTRIBUTE = (
     Option(
         "output",
-        PATH,
-        "Result file; the default is INPUT with its suffix replaced by .out.parquet. Example: -o results.parquet",
+        STORED_PATH,
+        "Result file, also at a URL, or - for JSON lines on stdout; the default is INPUT with its suffix replaced by "
+        ".out.parquet. Example: -o results.parquet",
         group=OUTPUT.title,
         target="run",
         short="-o",

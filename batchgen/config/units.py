@@ -48,7 +48,8 @@ _SHARD = re.compile(r"([0-9]+)/([0-9]+)", re.ASCII)
 _INT = re.compile(r"([+-]?[0-9]+(?:_[0-9]+)*)([kmgKMG]?)", re.ASCII)
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 """Multiples of a whole number, as vLLM's options have them."""
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
+"""Begin of a URL."""
 _MIN_MEMORY = 2**20
 _SHOWN = 40
 """Characters of a long path in a message."""
@@ -256,13 +257,13 @@ def check_local(path: str) -> str:
     if longest > NAME_BYTES or len(os.fsencode(path)) > _PATH_BYTES:
         size, most = (longest, NAME_BYTES) if longest > NAME_BYTES else (len(os.fsencode(path)), _PATH_BYTES)
         raise ValueError(f"{path[:_SHOWN]!r}... has a name of {size} bytes, and a file has at most {most}; shorten it")
-    scheme = _SCHEME.match(path)
+    scheme = SCHEME.match(path)
     if scheme is None:
         return os.path.expanduser(path) if path.partition("/")[0] == "~" else path  # noqa: PTH111 - keeps "./"
     if scheme[1].lower() == "file":
         raise ValueError(f"{path!r} has the scheme file://; write the path without it")
-    remedy = "copy the file, or mount the storage; a later version will use it directly"
-    raise ValueError(f"{path!r} is not a local path ({scheme[0]}), and batchgen reads and writes local files: {remedy}")
+    remedy = "copy the file, or mount the storage"
+    raise ValueError(f"{path!r} is not a local path ({scheme[1]}), and must be one here: {remedy}")
 
 
 def check_file_to_write(path: str) -> str:

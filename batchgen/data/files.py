@@ -1,6 +1,7 @@
 """Every file operation of a job's output goes through here: one object has the system calls, and tests replace it.
 
-Files of a work folder are opened without following links; files that the user named may be links.
+Files of a work folder are opened without following links; files that the user named may be links. Files of results may
+also be at a URL, a `RemotePath`: names there are durable as they are, and folders follow from names.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import mmap
 import os
 import re
+import shutil
 import stat
 import zlib
 from collections.abc import Iterator
@@ -19,11 +21,16 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
+
+from batchgen.config.urls import RemotePath
+from batchgen.data.remote.files import abort_upload, remote
 
 BUFFER = 1 << 17
 """Bytes of a stream's buffer; larger blocks are read and written directly."""
 _FOREIGN = ".foreign"
+_UPLOAD = ".upload"
+"""Suffix of a note of the name of an upload, next to its file."""
 
 
 class _NamedFile(io.FileIO):
@@ -131,9 +138,14 @@ system = FileSystem()
 """The operations in use."""
 
 
+def _of(path: Path) -> FileSystem:
+    """The operations on a path: those of the system, or of the service that it is a URL of."""
+    return cast(FileSystem, remote) if isinstance(path, RemotePath) else system
+
+
 def open_named(path: Path) -> io.BufferedReader:
     """Open a file that the user named for reading."""
-    return io.BufferedReader(system.open(path, os.O_RDONLY), BUFFER)
+    return io.BufferedReader(_of(path).open(path, os.O_RDONLY), BUFFER)
 
 
 def open_own(path: Path) -> io.BufferedReader:
@@ -174,6 +186,8 @@ def sync_stream(stream: BinaryIO) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable: new files, renames and removals."""
+    if isinstance(folder, RemotePath):
+        return
     try:
         system.sync_folder(folder)
     except OSError as error:
@@ -183,7 +197,7 @@ def sync_folder(folder: Path) -> None:
 
 def make_durably(folder: Path) -> None:
     """Create a folder, and those above it, unless they exist, and make their names durable."""
-    if is_folder(folder):
+    if isinstance(folder, RemotePath) or is_folder(folder):
         return
     make_durably(folder.parent)
     try:
@@ -197,7 +211,7 @@ def make_durably(folder: Path) -> None:
 def status_of(path: Path, *, follow: bool = True) -> os.stat_result | None:
     """State of a file; None if there is none."""
     try:
-        return system.stat(path, follow=follow)
+        return _of(path).stat(path, follow=follow)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -221,7 +235,7 @@ def is_folder(path: Path) -> bool:
 
 def size_of(path: Path) -> int:
     """Bytes of a file."""
-    return system.stat(path).st_size
+    return _of(path).stat(path).st_size
 
 
 def free_bytes(folder: Path) -> int:
@@ -238,21 +252,69 @@ def same_file(first: Path, second: Path) -> bool:
 def files_in(folder: Path, pattern: str = "*") -> list[Path]:
     """Paths in a folder whose names match a pattern, sorted; none if the folder is missing."""
     try:
-        names = system.listdir(folder)
+        names = _of(folder).listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [folder / name for name in sorted(names) if fnmatchcase(name, pattern)]
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename a file or folder, replacing a file of the new name. Durable after `sync_folder`."""
-    system.rename(old, new)
+    """Rename a file or folder, replacing a file of the new name. Durable after `sync_folder`.
+
+    A file moves to another disk by a copy under a temporary name, and to a URL by an upload.
+    """
+    if isinstance(new, RemotePath):
+        _upload(old, new)
+        return
+    try:
+        if isinstance(old, RemotePath):
+            raise OSError(errno.EXDEV, "not on this machine")
+        system.rename(old, new)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        temporary = temporary_near(new)
+        try:
+            with open_named(old) as source, open_new(temporary) as target:
+                shutil.copyfileobj(source, target, BUFFER)
+                sync_stream(target)
+            system.rename(temporary, new)
+        except BaseException:
+            with suppress(OSError):
+                remove_file(temporary)
+            raise
+        remove_file(old)
+
+
+def _upload(old: Path, new: RemotePath) -> None:
+    left = old.with_name(old.name + _UPLOAD)
+
+    def note(text: bytes) -> None:
+        with open_new(left) as stream:
+            stream.write(text)
+
+    remote.upload(new, size_of(old), lambda: open_named(old), note)
+    for path in (left, old):
+        remove_file(path)
+
+
+def abort_uploads(folder: Path) -> None:
+    """Abort the uploads of files in a folder that a killed process has left."""
+    for left in files_in(folder, f"*{_UPLOAD}"):
+        with open_own(left) as stream:
+            abort_upload(stream.read())
+
+
+def note_version(path: Path) -> None:
+    """Note which file of a URL a later rename may replace: the one that is there now, or none."""
+    if isinstance(path, RemotePath):
+        remote.note_version(path)
 
 
 def remove_file(path: Path) -> None:
     """Remove a file, if there is one."""
     with suppress(FileNotFoundError, NotADirectoryError):
-        system.unlink(path)
+        _of(path).unlink(path)
 
 
 def remove_tree(path: Path) -> None:
@@ -351,7 +413,7 @@ def set_aside_foreign(folder: Path, folders: re.Pattern[str], below: str = "") -
 
 def followed(path: Path) -> Path:
     """Target of a name that the user gave a file to write: a link's, unless the link is another user's."""
-    status = status_of(path, follow=False)
+    status = None if isinstance(path, RemotePath) else status_of(path, follow=False)
     if status is None or not stat.S_ISLNK(status.st_mode) or status.st_uid not in (0, os.geteuid()):
         return path
     return resolved(path)
@@ -364,4 +426,4 @@ def temporary_near(path: Path) -> Path:
 
 def resolved(path: Path) -> Path:
     """The absolute path with every link followed; a missing end of it stays as it is."""
-    return Path(os.path.realpath(path))
+    return path if isinstance(path, RemotePath) else Path(os.path.realpath(path))

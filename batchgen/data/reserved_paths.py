@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from batchgen.config.urls import path_of
 from batchgen.data.files import is_file, open_named, resolved
 from batchgen.data.lines import errors_path, is_lines
 from batchgen.data.store.work_folder import output_paths
@@ -25,9 +26,11 @@ class ReservedPaths:
     They include the events and report files to be written, if these hold events or a report of an earlier run.
     """
 
-    def __init__(self, out: Path, shards: int | None = None, written: Sequence[str] = ()) -> None:
+    def __init__(
+        self, out: Path, shards: int | None = None, written: Sequence[str] = (), work_dir: Path | None = None
+    ) -> None:
         """`out`: value of `--output`; `shards`: number of shards of the job; `written`: paths of events and report."""
-        paths = output_paths(out)
+        paths = output_paths(out, work_dir=work_dir)
         lines = [errors_path(paths.result)] if is_lines(paths.result) else []
         self._files = {resolved(path) for path in (paths.result, paths.states, *lines)}
         self._work = resolved(paths.work)
@@ -36,11 +39,11 @@ class ReservedPaths:
 
     def __contains__(self, path: object) -> bool:
         """Whether a path resolves to a reserved file."""
-        return resolved(Path(str(path))) in self._written or self.is_result(str(path))
+        return resolved(path_of(str(path))) in self._written or self.is_result(str(path))
 
     def is_result(self, path: str) -> bool:
         """Whether a path resolves to a file of the results, existing or not."""
-        file = resolved(Path(path))
+        file = resolved(path_of(path))
         if file in self._files or file.is_relative_to(self._work):
             return True
         return self._shard is not None and file.parent in self._files and self._shard.fullmatch(file.name) is not None

@@ -198,7 +198,7 @@ def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, Out
     inputs = open_inputs(job.inputs, include_source=config.include_source)
     wait_for_hashes(job.hashes, progress.note)
     identity = identify_job(setup, inputs)
-    set_clock(setup, identity, output_paths(config.output, identity.run.shard))
+    set_clock(setup, identity, output_paths(config.output, identity.run.shard, config.work_path))
     started, errors = time.monotonic(), _Errors()
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
         rows = _read(setup, inputs, Path(scratch), errors, progress)

@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from batchgen.config.urls import path_of
 from batchgen.data.files import files_in, is_folder
 from batchgen.data.results_file import intact_footer
 from batchgen.data.store.work_folder import OutputPaths, RunIdentity, output_paths
@@ -35,7 +36,7 @@ def set_clock(setup: Setup, identity: JobIdentity, paths: OutputPaths) -> str | 
         if clock is None and config.existing != "overwrite":
             clock = _clock_of(paths.result)
         if clock is None and config.reuse is not None:
-            clock = _clock_of(Path(config.reuse))
+            clock = _clock_of(path_of(config.reuse))
         if clock is not None:
             tokenizer.clock = datetime.fromisoformat(clock)
     return tokenizer.clock.isoformat()

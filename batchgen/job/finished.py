@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from batchgen import __version__
+from batchgen.config.urls import path_of
 from batchgen.data.files import exists
 from batchgen.data.read.input_paths import partitions_of
 from batchgen.data.read.input_set import InputSet, open_inputs
@@ -62,7 +63,7 @@ class OpenedCommand:
         """
         config = self.job.config
         shard = None if config.shard is None else (config.shard.index, config.shard.count)
-        paths = output_paths(config.output, shard)
+        paths = output_paths(config.output, shard, config.work_path)
         if config.existing == "overwrite" or not exists(paths.result) or exists(paths.work):
             return None
         wait_for_hashes(self.job.hashes, note, stop)
@@ -102,9 +103,9 @@ class OpenedCommand:
             self.companions,
             [(each.name, each.config_digest, hashes[each.weights]) for each in job.model.adapters],
             [(name, processor.source, processor.digest) for name, processor in job.processors.items()],
-            [(file.size, file.sha256, *partitions_of(file.path)) for file in self.inputs.files],
+            [(file.size, file.content, *partitions_of(file.path)) for file in self.inputs.files],
             # A run refuses to reuse an output of another model.
-            None if config.reuse is None else (intact_footer(Path(config.reuse)) or {}).get("job"),
+            None if config.reuse is None else (intact_footer(path_of(config.reuse)) or {}).get("job"),
         ]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
         return "jobs", digest[:32], (digest,)

@@ -11,7 +11,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from batchgen.data.files import exists, is_file, remove_file, resolved, sync_folder
+from batchgen.config.urls import RemotePath, path_of
+from batchgen.data.durable_files import output_errors
+from batchgen.data.files import exists, is_file, remove_file, rename, resolved, sync_folder
 from batchgen.data.lines import errors_path, has_only_marks, is_lines
 from batchgen.data.out.chosen_columns import publish_columns, totals_of, with_totals
 from batchgen.data.out.export import ExportCounts, row_shapes, write_as_given
@@ -83,7 +85,7 @@ class OpenedJob:
         """
         if (named := self.setup.config.reuse) is not None:
             instead = "Leave out --reuse to compute all rows."
-            self._refuse_other_environment(Path(named), _job_of(Path(named)), instead)
+            self._refuse_other_environment(path_of(named), _job_of(path_of(named)), instead)
 
     def _refuse_retry(self) -> None:
         """Refuse to retry the errors of a finished output whose rows cannot be read back."""
@@ -101,7 +103,7 @@ class OpenedJob:
         """The option of the run; `--reuse` of the output itself is `--resume-anyway`."""
         config = self.setup.config
         own = {resolved(each) for each in (config.output, self.paths.result, self.paths.work)}
-        names_own = config.reuse is not None and resolved(Path(config.reuse)) in own
+        names_own = config.reuse is not None and resolved(path_of(config.reuse)) in own
         return "resume-anyway" if names_own and config.existing == "resume" else config.existing
 
     def _refuse_other_environment(
@@ -190,7 +192,7 @@ def write_output(work: WorkFolder, rows: Ingested, record: Mapping[str, Any], se
         "experts_per_token": setup.spec.experts_per_token or None,
     }
     most, columns = setup.config.max_output_bytes, setup.config.columns or ()
-    if not is_lines(result) and not columns:
+    if not (is_lines(result) or columns or isinstance(result, RemotePath)):
         finish(work, rows.expected, made, max_bytes=most)
         return read_totals(result)
     totals = Totals()
@@ -200,8 +202,11 @@ def write_output(work: WorkFolder, rows: Ingested, record: Mapping[str, Any], se
         totals = read_totals(whole)
         if is_lines(result):
             _publish_lines(setup, result, whole)
-        else:
+        elif columns:
             publish_columns(work, whole, columns, most)
+        else:
+            with output_errors(result):
+                rename(whole, result)
 
     finish(work, rows.expected, made, max_bytes=most, publish=publish)
     return totals

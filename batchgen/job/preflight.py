@@ -88,7 +88,8 @@ def check_engine_model(engine: EngineConfig) -> CheckedModel:
 def reserved_paths(config: RunConfig) -> ReservedPaths:
     """Reserved paths of the job with this configuration."""
     written = [path for path in (config.events, config.report) if path not in (None, STDIN)]
-    return ReservedPaths(config.output, None if config.shard is None else config.shard.count, [*map(str, written)])
+    shards = None if config.shard is None else config.shard.count
+    return ReservedPaths(config.output, shards, [*map(str, written)], config.work_path)
 
 
 def check_output_targets(config: RunConfig, inputs: Iterable[FoundInput]) -> None:

@@ -13,6 +13,7 @@ from shlex import quote
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.config.urls import path_of
 from batchgen.data.feature_files import FeatureFiles
 from batchgen.data.files import exists
 from batchgen.data.schema import OutputRow
@@ -89,6 +90,8 @@ class _Job:
         self.state = ProgressState("starting")
         self.result = self.config.output
         """Path of the results file; for a shard, its file in the output folder."""
+        self.committed_at = self.config.output
+        """Where `show` finds the committed rows."""
         self.errors_before = 0
         """Number of rows that failed in earlier runs while generating."""
         self.failed: set[int] = set()
@@ -118,8 +121,9 @@ class _Job:
             setup = prepare(self.job, self.progress.note, compiling=self._compiling)
             wait_for_hashes(self.job.hashes, self.progress.note, self.stop)
             identity = identify_job(setup, self.command.inputs)
-            paths = output_paths(self.config.output, identity.run.shard)
+            paths = output_paths(self.config.output, identity.run.shard, self.config.work_path)
             self.result = paths.result
+            self.committed_at = paths.result if self.config.work_dir is None else paths.work
             job = OpenedJob(setup, self.command.inputs, identity, paths, self.progress.note)
             job.refuse_named()
             self.command.keep(identity.run.fingerprint)
@@ -156,7 +160,7 @@ class _Job:
         """Compute and commit the missing rows, then merge all committed rows into the output."""
         setup, record = job.setup, job.identity.record
         config = self.config  # a wrong --reuse fails before the rows are read
-        files = reusable_files(work, None if config.reuse is None else Path(config.reuse))
+        files = reusable_files(work, None if config.reuse is None else path_of(config.reuse))
         resumed = len(committed) > 0 or bool(files)
         # Opened before the computation, so that a bad path fails early.
         opened = nullcontext() if config.events is None else open_events(config.events, append=resumed)
@@ -361,7 +365,7 @@ class _Job:
             if self.errors_before:
                 codes = ", ".join(filter(None, (codes, f"in earlier runs {self.errors_before:,}")))
             self.nothing_valid = not len(rows.table) and not exists(self.result)
-            shown = f"batchgen show {quote(str(self.result))} --errors"
+            shown = f"batchgen show {quote(str(self.committed_at))} --errors"
             if self.nothing_valid:
                 shown = f"batchgen check {' '.join(map(quote, self.config.inputs))}, with this command's options"
             reason = self.reasons.commonest()

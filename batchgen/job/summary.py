@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from batchgen.config.units import STDIN
+from batchgen.config.urls import path_of
 from batchgen.data.durable_files import replace_durably
 from batchgen.data.files import exists, followed, is_file, open_to_replace, temporary_near
 from batchgen.data.lines import errors_path, is_lines, lines_of_job
@@ -305,10 +307,10 @@ def _summary_text(summary: RunSummary, *, folded: bool, width: int) -> Table | T
 def _answer(summary: RunSummary, width: int) -> Text:
     """The first answer that has text, on one line."""
     line = Text()
-    if not keeps_rows(Path(summary.output)):
+    if summary.output == STDIN or not keeps_rows(path_of(summary.output)):
         return line
     with suppress(BatchgenError, OSError):
-        line = Text(printable((first_answer(Path(summary.output)) or "").strip().replace("\n", " ")))
+        line = Text(printable((first_answer(path_of(summary.output)) or "").strip().replace("\n", " ")))
         line.truncate(width, overflow="ellipsis")
     return line
 
@@ -319,7 +321,8 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
         lines.append(("errors", Text(_by_count(summary.errors), style="red")))
         if summary.commonest_error is not None:
             lines.append(("", Text(summary.commonest_error)))
-        lines.append(("", Text(f"see: {_where_errors_are(summary.output)}", style="dim")))
+        if summary.output != STDIN:
+            lines.append(("", Text(f"see: {_where_errors_are(summary.output)}", style="dim")))
     if summary.carried_options:
         lines.append(("carried", Text(carried_summary(summary.carried_options), style="yellow")))
     if summary.finish_reasons:
@@ -344,7 +347,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
     if summary.kv_peak_bytes_by_group:
         lines.append(("KV peak", Text(format_kv_peak(summary.kv_peak_bytes_by_group))))
     lines += [("advice" if i == 0 else "", Text(line, style="yellow")) for i, line in enumerate(summary.advice)]
-    if not summary.rows_error and keeps_rows(Path(summary.output)):
+    if not summary.rows_error and summary.output != STDIN and keeps_rows(path_of(summary.output)):
         lines.append(("next", Text(f"batchgen show {shlex.quote(summary.output)}", style="dim")))
     return lines
 
@@ -356,7 +359,7 @@ def _by_count(counts: Mapping[str, int]) -> str:
 
 
 def _where_errors_are(output: str) -> str:
-    path = Path(output)
+    path = path_of(output)
     if keeps_rows(path):
         return f"batchgen show {shlex.quote(output)} --errors"
     return str(errors_path(path) if is_lines(path) and exists(errors_path(path)) else path)

@@ -16,6 +16,7 @@ from batchgen.errors import UsageError
 
 REACHING = {
     "output": "files", "report": "files", "events": "files", "reuse": "files", "media_root": "files", "lora": "files",
+    "work_dir": "files",
     "model": "files", "tokenizer": "files", "flash_library": "code", "logit_processor": "code",
     "allow_pickle_weights": "code",
     "revision": "files",  # anybody may propose a revision of a model on the hub

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.config.option_types import NAME_PATH, Option
+from batchgen.config.option_types import NAME_PATH, STORED_PATH, Option
 from batchgen.config.resolve import resolve_config
 from batchgen.config.run_config import BY_NAME, GROUPS, OPTIONS, RunConfig
 from batchgen.config.units import Shard, Threshold
@@ -446,13 +446,52 @@ PATH_OPTIONS = [option for option in OPTIONS if option.value_type.reach == "file
 @pytest.mark.parametrize("option", PATH_OPTIONS, ids=lambda option: option.name)
 @pytest.mark.parametrize("path", ["s3://bucket/x", "hf://org/x", "abfss://c@a/x", "file:///x"])
 def test_paths_with_a_scheme_are_refused_in_every_option(option: Option, path: str, tmp_path: Path) -> None:
+    if option.value_type is STORED_PATH and path.startswith("s3://"):
+        assert str(getattr(resolve(tmp_path, {option.name: path}), option.name)) == path
+        return
     repeated = (f"n={path}",) if option.value_type is NAME_PATH else path
     for flags, env in (({option.name: repeated}, {}), ({}, {option.env: f"n={path}" if option.repeat else path})):
-        with pytest.raises(UsageError, match=r"is not a local path|write the path without it") as caught:
+        with pytest.raises(
+            UsageError, match=r"is not a local path|write the path without it|must name a dataset"
+        ) as caught:
             resolve(tmp_path, flags, env)
         assert repr(path) in str(caught.value)
-    with pytest.raises(UsageError, match=r"^input 's3://b/a\.jsonl' is not a local path"):
-        resolve(tmp_path, {"inputs": ("s3://b/a.jsonl",)})
+    with pytest.raises(UsageError, match=r"^input 'abfss://b/a\.jsonl' is not a local path"):
+        resolve(tmp_path, {"inputs": ("abfss://b/a.jsonl",)})
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({"inputs": ("s3://b/a.jsonl",)}, "the input is at a URL: name the result file with -o results.parquet"),
+        ({"inputs": ("http://h/a.jsonl",), "output": "o.parquet"}, "is not a local path (http)"),
+        ({"inputs": ("https://h",), "output": "o.parquet"}, "must name a file of a server"),
+        ({"inputs": ("hf://user/name",), "output": "o.parquet"}, "must name a dataset"),
+        ({"inputs": ("s3://b/../a.jsonl",), "output": "o.parquet"}, "without empty parts"),
+        ({"output": "s3://b//o.parquet"}, "without empty parts"),
+        ({"output": "s3://o.parquet"}, "must be a bucket and a name"),
+        ({"output": "s3://b/o.csv"}, "must be a Parquet file"),
+        ({"output": "https://h/o.parquet"}, "is not a local path (https), and batchgen reads and writes s3://"),
+        ({"inputs": ("s3://b/a.parquet",), "output": "s3://b/a.parquet"}, "is an input file"),
+        ({"work_dir": "s3://b/work"}, "`--work-dir` 's3://b/work' is not a local path (s3), and must be one here"),
+        (
+            {"output": "-", "report": "-"},
+            "`--output` - writes the results to stdout: give --report and --events a file",
+        ),
+        ({"output": "-", "shard": "0/2"}, "`--output` - with --shard: shards are Parquet"),
+    ],
+    ids=str,
+)
+def test_urls_that_cannot_be_used_are_refused(flags: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    assert problem in error_message(tmp_path, flags)
+
+
+def test_the_configuration_is_stored_without_what_may_be_secret(tmp_path: Path) -> None:
+    inputs = ("S3://b/a.jsonl", "https://user:word@h/a.jsonl?signature=s#part", "HTTPS://u@h/a@b.jsonl?x=/y@z")
+    config = resolve(tmp_path, {"inputs": inputs, "output": "S3://b/o.parquet"})
+    assert config.describe()["inputs"] == ["S3://b/a.jsonl", "https://h/a.jsonl", "HTTPS://h/a@b.jsonl"]
+    assert (str(config.output), config.output.name) == ("s3://b/o.parquet", "o.parquet")
+    assert str(config.output.with_name("x").parent / "y") == "s3://b/y"
 
 
 NOT_AN_OUTPUT = "`--output` must be a Parquet file such as results.parquet, or .jsonl for JSON lines"
@@ -469,7 +508,6 @@ NOT_AN_OUTPUT = "`--output` must be a Parquet file such as results.parquet, or .
             {"inputs": ("*.jsonl",)},
             "an input pattern may name several files: name the result file with -o results.parquet",
         ),
-        ({"output": "-"}, f"{NOT_AN_OUTPUT}, got '-'"),
         ({"output": "o.json"}, f"{NOT_AN_OUTPUT}, got 'o.json'"),
         (
             {"output": "o.jsonl", "shard": "0/2"},

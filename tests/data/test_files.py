@@ -22,6 +22,7 @@ HARMLESS = {
     "os._exit",
     "os.environ.get",
     "os.getpid",
+    "os.stat_result",
     "os.path.abspath",
     "os.path.relpath",
     "os.path.samestat",
@@ -52,7 +53,7 @@ def _direct_operations(source: str) -> list[str]:
         name = ast.unparse(node.func)
         method = name.rpartition(".")[2] if isinstance(node.func, ast.Attribute) else ""
         direct = name in AT_ONCE or method in METHODS or (name.startswith("os.") and name not in HARMLESS)
-        opens = method == "open" and not name.startswith(("system.", "pa.", "archive.", "self."))
+        opens = method == "open" and not name.startswith(("system.", "pa.", "archive.", "self.", "service."))
         renames = method == "replace" and len(node.args) == 1 and not node.keywords
         if (direct and not name.startswith("system.")) or opens or renames:
             found.append(f"line {node.lineno}: {name}")

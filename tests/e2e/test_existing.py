@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchgen
+from tests.data.remote.bucket import use
 from tests.e2e.model import save_model
 from tests.e2e.runner import ProcessResult
 from tests.faults.disk import Recorder, Tree, tree_of, write_tree
@@ -64,8 +65,8 @@ class Scenes:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._model = save_model(folder / "model")
-        (self._model / "chat_template.jinja").unlink()  # no row needs it, and each run would look into it
+        self.model = save_model(folder / "model")
+        (self.model / "chat_template.jinja").unlink()  # no row needs it, and each run would look into it
         self._numbers = count()
         self.finished = cache(self._finished)
 
@@ -80,7 +81,7 @@ class Scenes:
         """Run a job with one more option."""
         recorder = Recorder(folder)
         job = replace(job, words=(*job.words, *filter(None, [option])))
-        return run_with(recorder, job, folder, self._model, expect=None), recorder
+        return run_with(recorder, job, folder, self.model, expect=None), recorder
 
     def _finished(self, output: str) -> Tree:
         """The output of a job, by its state."""
@@ -174,6 +175,34 @@ def test_each_option(scenes: Scenes, output: str, work: str, cells: dict[str, st
             moments = {at + after for at in names for after in (0, 1)}
             for moment in rng.sample(sorted(moments), min(stops, len(moments))):
                 assert_stopped_run_continues(scenes, option, before, recorder, expected, rng, moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("output", "work", "cells"), table(), ids=[f"{output}, {work}" for output, work, _ in table()])
+def test_each_option_at_a_url(
+    scenes: Scenes, output: str, work: str, cells: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `test_each_option`, with the output in a storage service and the work folder here."""
+    job = OUTPUTS[output] if output == "this job's" else JOB
+    before = scenes.files(output, work)
+    whole = rows_of(scenes.finished(output if output == "this job's" else "this job's, with failed rows"))
+    for option, happens in cells.items():
+        bucket = use(monkeypatch)
+        objects = {f"b/{name}": before[name] or b"" for name in FILES if name in before}
+        bucket.objects |= objects
+        folder = scenes.folder({name: content for name, content in before.items() if name not in FILES}, job)
+        files = tree_of(folder)
+        at_url = replace(job, words=("-o", "s3://b/out.parquet", *job.words[2:], *filter(None, [option])))
+        done = run_with(None, at_url, folder, scenes.model, expect=None)
+        assert done.code == (2 if happens == "refuse" else 0), (option, done.stderr)
+        if happens in ("refuse", "nothing"):
+            assert without_lock(tree_of(folder)) == without_lock(files), option
+            assert bucket.objects == objects
+            continue
+        assert done.report["rows_resumed"] == len(done_rows(happens, before, work, job)), option
+        assert rows_of({name: bucket.objects[f"b/{name}"] for name in FILES}) == whole, option
+        assert bucket.objects.keys() == {f"b/{name}" for name in FILES}, option
+        assert tree_of(folder).keys() == {"in.jsonl"}, option
 
 
 def assert_stopped_run_continues(

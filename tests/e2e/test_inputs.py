@@ -291,17 +291,18 @@ def test_a_folder_with_partitions_and_the_sources_of_rows(model: Path, tmp_path:
 @pytest.mark.parametrize(
     "command",
     [
-        ["run", "s3://b/in.jsonl"],
-        ["run", "-i", "hf://datasets/a"],
-        ["show", "s3://b/out.parquet"],
+        ["run", "ftp://b/in.jsonl"],
+        ["run", "-i", "abfss://datasets/a"],
+        ["show", "https://b/out.parquet"],
         ["merge", "parts", "-o", "s3://b/all.parquet"],
-        ["export", "s3://b/out.parquet", "--format", "jsonl"],
+        ["export", "ftp://b/out.parquet", "--format", "jsonl"],
         ["export", "out.parquet", "--format", "jsonl", "-o", "gs://b/x.jsonl"],
-        ["verify", "s3://b/out.parquet"],
+        ["run", "a.jsonl", "--model", "s3://b/model"],
+        ["run", "a.jsonl", "--work-dir", "s3://b/work"],
     ],
     ids=" ".join,
 )
-def test_remote_paths_are_refused_by_every_command(tmp_path: Path, command: list[str]) -> None:
+def test_paths_with_other_schemes_are_refused_by_every_command(tmp_path: Path, command: list[str]) -> None:
     refused = run(command, tmp_path, expect=2)
     assert "is not a local path" in refused.stderr
     assert not any(tmp_path.iterdir())

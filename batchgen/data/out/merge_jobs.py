@@ -193,7 +193,10 @@ def _of_jobs(footers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Entries of the run record of merged jobs: the inputs of all, and the time that they saw, if it is one."""
     inputs = [file for footer in footers for file in footer["inputs"]]
     jobs = _jobs(footers)
-    job = footers[0]["job"] | {INPUT_FILES: [[file["size"], file["sha256"]] for file in inputs], _MERGED: len(jobs)}
+    job = footers[0]["job"] | {
+        INPUT_FILES: [[file["size"], file.get("sha256") or file["etag"]] for file in inputs],
+        _MERGED: len(jobs),
+    }
     clock: dict[str, Any] = {}
     for name in _CLOCK:
         if any(name in footer for footer in footers):

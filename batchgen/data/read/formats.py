@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from batchgen.data.read.delimited import TAB, delimited_rows, delimited_schema
 from batchgen.data.read.jsonl import json_document_rows, json_line_rows, json_rows, prompt_line_rows, text_rows
-from batchgen.data.read.parquet import parquet_rows, parquet_schema
+from batchgen.data.read.parquet import arrow_rows, arrow_schema, parquet_rows, parquet_schema
 from batchgen.data.read.pieces import RowsOfStream
 from batchgen.errors import InputError
 
@@ -47,6 +47,7 @@ FORMATS = (
     ),
     InputFormat("txt", "text", (".txt",), prompt_line_rows, text_rows, lambda stream, source: pa.schema([])),
     InputFormat("parquet", "Parquet", (".parquet",), parquet_rows, None, parquet_schema, b"PAR1", compressed=False),
+    InputFormat("arrow", "Arrow", (".arrow",), arrow_rows, None, arrow_schema, compressed=False),
 )
 SUFFIXES = {suffix: format for format in FORMATS for suffix in format.suffixes}
 """File name suffix -> format."""

@@ -14,20 +14,26 @@ import tempfile
 import weakref
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import pyarrow as pa
 
 from batchgen.config.units import STDIN
+from batchgen.config.urls import is_url, shown_url
 from batchgen.data.read.formats import BY_KEY, FORMATS, JSON_LINES, InputFormat, format_of
-from batchgen.data.read.input_paths import expand, suffix_of
+from batchgen.data.read.input_paths import expand, suffix_of, unreadable
 from batchgen.data.read.streams import Compression, PositionedFile, decompressed, sniff_compression
+from batchgen.data.remote.files import open_url
+from batchgen.data.remote.service import gives_ranges, request, state_of
 from batchgen.errors import InputError
 
 AUTO_FORMAT = "auto"
 """Value of `--input-format` that leaves the format of a file to its suffix."""
 _BLOCK = 1 << 20
+_HEAD = 1 << 12
+"""Bytes of a file at a URL by which its name is checked."""
 
 
 class _Spool:
@@ -59,12 +65,22 @@ class InputFile:
     compression: Compression | None
     size: int
     """Size in bytes as stored."""
-    sha256: str
-    """SHA-256 of the stored bytes, in hexadecimal."""
+    sha256: str | None
+    """SHA-256 of the stored bytes, in hexadecimal; None at a URL, where the ETag tells contents apart."""
     _spool: _Spool | None
     """Content of a pipe; None for a regular file."""
-    _stamp: tuple[int, int, int]
-    """Size, modification time in ns and inode at the time of hashing."""
+    _stamp: tuple[int, int, int] | tuple[int | None, str]
+    """Size, modification time in ns and inode at the time of hashing; at a URL, size and ETag."""
+
+    @property
+    def content(self) -> str:
+        """Text that tells contents apart, with the size: the SHA-256, or the ETag."""
+        return self.sha256 or f"ETag {self._stamp[1]}"
+
+    def record(self) -> dict[str, Any]:
+        """The entry of a record: name, size and what tells contents apart."""
+        found = {"etag": self._stamp[1]} if self.sha256 is None else {"sha256": self.sha256}
+        return {"path": shown_url(self.path), "size": self.size, **found}
 
     def open_raw(self) -> BinaryIO:
         """Stream of the stored bytes from the beginning; seekable for a regular file.
@@ -74,10 +90,12 @@ class InputFile:
         """
         if self._spool is not None:
             return cast(BinaryIO, io.BufferedReader(PositionedFile(self._spool.descriptor), _BLOCK))
+        if is_url(self.path):
+            return cast(BinaryIO, open_url(self.path, self.size))
         try:
             return Path(self.path).open("rb", buffering=_BLOCK)
         except OSError as error:
-            raise _unreadable(self.path, error) from None
+            raise unreadable(self.path, error) from None
 
     def open(self) -> BinaryIO:
         """Stream of the decompressed bytes from the beginning; reading may raise `streams.DamagedStream`."""
@@ -87,12 +105,15 @@ class InputFile:
         """Names and types of the columns; None if they cannot be read, or if rows may have any fields.
 
         Raises:
-            InputError: two columns have the same name.
+            InputError: two columns have the same name, or the file cannot be read.
         """
         if self.format.schema is None:
             return None
-        with self.open() as stream:
-            return self.format.schema(stream, self.path)
+        try:
+            with self.open() as stream:
+                return self.format.schema(stream, shown_url(self.path))
+        except OSError as error:
+            raise unreadable(self.path, error) from None
 
     def check_unchanged(self) -> None:
         """Check that the file has not changed since it was hashed.
@@ -100,8 +121,11 @@ class InputFile:
         Raises:
             InputError: the file has changed.
         """
-        if self._spool is None and _stamp(Path(self.path).stat()) != self._stamp:
-            raise InputError(f"{self.path} changed while it was read. Run again when nothing writes to it.")
+        if self._spool is not None:
+            return
+        now = state_of(self.path)[:2] if is_url(self.path) else _stamp(Path(self.path).stat())
+        if now != self._stamp:
+            raise InputError(f"{shown_url(self.path)} changed while it was read. Run again when nothing writes to it.")
 
 
 def find_inputs(
@@ -118,7 +142,7 @@ def find_inputs(
 
     Raises:
         InputError: no file is matched, or a file cannot be used; the message names the file and the remedy.
-        UsageError: a path is not local, or a named file is one of `reserved`.
+        UsageError: a URL is not supported, or a named file is one of `reserved`.
     """
     format = None if input_format == AUTO_FORMAT else BY_KEY[input_format]
     if format is not None and format.named_rows is not None:
@@ -127,7 +151,7 @@ def find_inputs(
 
 
 def describe_input(source: FoundInput) -> InputFile:
-    """Hash an input; the content of a pipe is kept.
+    """Hash an input, or ask for its ETag at a URL; the content of a pipe is kept.
 
     Raises:
         InputError: the input cannot be read.
@@ -138,13 +162,19 @@ def describe_input(source: FoundInput) -> InputFile:
             raise InputError("Standard input (-) is closed. Name a file, or give the input with <.")
         return _spooled(source, sys.stdin.buffer)
     try:
+        if is_url(path) and source.is_pipe:
+            return request(path, partial(_fetched, source))
+        if is_url(path):
+            state, format = state_of(path), source.format
+            assert format is not None
+            return InputFile(path, format, source.compression, state.size or 0, None, None, state[:2])
         with Path(path).open("rb") as stream:
             if source.is_pipe:
                 return _spooled(source, stream)
             stamp = _stamp(os.fstat(stream.fileno()))
             size, digest = _hash(stream)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     assert source.format is not None
     return InputFile(path, source.format, source.compression, size, digest, None, stamp)
 
@@ -154,24 +184,46 @@ def _inspect(path: str, format: InputFormat | None) -> FoundInput:
     if path == STDIN:
         return FoundInput(path, format, is_pipe=True)
     try:
+        if is_url(path):
+            return _inspect_url(path, format)
         if not stat.S_ISREG(Path(path).stat().st_mode):
             return FoundInput(path, format, is_pipe=True)
         with Path(path).open("rb") as stream:
             head = stream.read(_BLOCK)
-        if format is not None:
-            file = FoundInput(path, format, sniff_compression(head) if format.compressed else None)
-        else:
-            suffix, compression = suffix_of(path)
-            file = FoundInput(path, format_of(path, suffix, compression is not None), compression)
-        _check_head(file, head)
+        return _by_name(path, format, head)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
+
+
+def _inspect_url(url: str, format: InputFormat | None) -> FoundInput:
+    """A file at a URL, which is as a pipe if its server gives only the whole, or nothing that tells contents apart."""
+    state = state_of(url)
+    if state.size is None or not state.etag or not gives_ranges(url, state.size):
+        return FoundInput(url, format or _by_name(url, None, None).format, is_pipe=True)
+    with open_url(url, state.size) as stream:
+        return _by_name(url, format, stream.read(_HEAD))
+
+
+def _by_name(path: str, format: InputFormat | None, head: bytes | None) -> FoundInput:
+    """The format and compression that a name says, unless a format is given; checked by the first bytes, if given."""
+    if format is not None:
+        file = FoundInput(path, format, sniff_compression(head or b"") if format.compressed else None)
+    else:
+        suffix, compression = suffix_of(path)
+        file = FoundInput(path, format_of(path, suffix, compression is not None), compression)
+    if head is not None:
+        _check_head(file, head)
     return file
+
+
+def _fetched(source: FoundInput, service: Any, path: str) -> InputFile:
+    with service.open(path, block_size=0) as stream:
+        return _spooled(source, stream)
 
 
 def _check_head(file: FoundInput, head: bytes) -> None:
     """Reject a file whose first bytes contradict its name."""
-    path, format, compression, _ = file
+    path, format, compression = shown_url(file.path), file.format, file.compression
     assert format is not None
     if not compression and not head.startswith(format.magic):
         raise InputError(f"{path} is not a {format.name} file. Check where it came from, or rename it.")
@@ -199,6 +251,8 @@ def _spooled(source: FoundInput, stream: BinaryIO) -> InputFile:
             head = file.read(_BLOCK)
             spool = _Spool(file)
     except OSError as error:
+        if is_url(path):
+            raise  # most likely of the network
         name = "standard input" if path == STDIN else path
         raise InputError(
             f"{name} could not be kept in {tempfile.gettempdir()} ({error.strerror}). "
@@ -224,11 +278,3 @@ def _hash(stream: BinaryIO, copy: BinaryIO | None = None) -> tuple[int, str]:
 
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:
     return (status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-def _unreadable(path: str, error: OSError) -> InputError:
-    remedy = {
-        FileNotFoundError: "Check the name and the working directory.",
-        PermissionError: "Check its permissions.",
-    }.get(type(error), "Check the disk, or copy the file.")
-    return InputError(f"{path} cannot be read ({error.strerror or error}). {remedy}")

@@ -7,11 +7,12 @@ from itertools import islice
 from typing import Any
 
 from batchgen.config.units import STDIN
+from batchgen.config.urls import shown_url
 from batchgen.data.read.input_files import FoundInput, InputFile, describe_input
-from batchgen.data.read.input_paths import partitions_of
+from batchgen.data.read.input_paths import partitions_of, unreadable
 from batchgen.data.read.pieces import RowFilter
 from batchgen.data.read.selection import Selection
-from batchgen.errors import ErrorCode, InputError, RowError, UsageError, row_error
+from batchgen.errors import ErrorCode, RowError, UsageError, row_error
 from batchgen.request.fields.declared import LOOKUP
 from batchgen.request.fields.named_columns import UNNAMED, NamedColumns
 from batchgen.request.printable import encodable, printable
@@ -154,7 +155,7 @@ class InputSet:
         for file in self.files:
             try:
                 partitions = dict(partitions_of(file.path))
-                source = "standard input" if file.path == STDIN else encodable(file.path)
+                source = "standard input" if file.path == STDIN else encodable(shown_url(file.path))
                 with file.open() as stream:
                     for row in file.format.rows(stream, source, index, keep, columns):
                         index += 1
@@ -163,7 +164,7 @@ class InputSet:
                         yield row
                 file.check_unchanged()
             except OSError as error:
-                raise InputError(f"{file.path} cannot be read ({error.strerror or error}). Check the disk.") from None
+                raise unreadable(file.path, error) from None
 
     def _check_columns(self, columns: NamedColumns) -> None:
         options = columns.options()

@@ -54,8 +54,7 @@ class RunLock:
         out: the output.
 
     Raises:
-        OutputError: another run holds the lock; the folder is another user's, a link, or on another disk than the
-            output, or cannot be written.
+        OutputError: another run holds the lock; the folder is another user's or a link, or cannot be written.
     """
 
     def __init__(self, folder: Path, out: Path) -> None:
@@ -65,7 +64,7 @@ class RunLock:
         self._file: io.FileIO | None = None
         self._held: Path | None = None
         with output_errors(folder):
-            if folder.parent != out.parent:  # of a shard
+            if folder.suffix != ".work":  # of a shard
                 _refuse_foreign(folder.parent)
             _refuse_foreign(folder)
             for tries in range(_TRIES):
@@ -74,7 +73,6 @@ class RunLock:
             else:
                 raise OutputError(f"{self.path} is removed again and again by other runs. Wait for them.")
             try:
-                _refuse_other_disk(folder, out)
                 self.foreign += set_aside_foreign(folder, _FOLDERS)
             except BaseException:
                 self.release()
@@ -169,20 +167,6 @@ def _refuse_foreign(folder: Path) -> None:
         raise OutputError(
             f"{folder} belongs to another user (uid {status.st_uid}), who could change what this run commits. Name "
             "another output with -o, or make the folder yours with chown -R."
-        )
-
-
-def _refuse_other_disk(folder: Path, out: Path) -> None:
-    """Refuse a work folder from which the finished output could not be renamed to its place.
-
-    Raises:
-        OutputError: they are on different file systems.
-    """
-    target = next(above for above in out.absolute().parents if status_of(above) is not None)
-    if system.stat(folder).st_dev != system.stat(target).st_dev:
-        raise OutputError(
-            f"{folder} is on another disk than {target}, so that the finished output could not be moved to its place "
-            "at once. Unmount or move the work folder, or name another output with -o."
         )
 
 

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import pyarrow as pa
 
+from batchgen.config.urls import RemotePath
 from batchgen.data.files import exists, files_in, followed, remove_if_empty, remove_tree
 from batchgen.data.lines import is_lines, lines_of_job
 from batchgen.data.results_file import DamagedFile, intact_footer, read_footer
@@ -61,14 +62,15 @@ class OutputPaths:
     """Path of the hidden states, which exist only if rows return them."""
 
 
-def output_paths(out: Path, shard: tuple[int, int] | None = None) -> OutputPaths:
+def output_paths(out: Path, shard: tuple[int, int] | None = None, work_dir: Path | None = None) -> OutputPaths:
     """`OUT`, or where the link `OUT` leads to, and `OUT.work`; of a shard, files in the folders `OUT` and `OUT.work`.
 
+    The work folder is in `work_dir`, else next to `OUT`, for a URL in the current folder.
     Hidden states are in `OUT` with `.hidden` before its suffix, also a folder if `OUT` is one. A folder of shards
     contains nothing else, because readers treat every file in it as data.
     """
     out = followed(out)
-    work = out.with_name(out.name + ".work")
+    work = (work_dir or (Path() if isinstance(out, RemotePath) else out.parent)) / f"{out.name}.work"
     states = out.with_name(f"{out.name.removesuffix('.parquet')}.hidden.parquet")
     if shard is None:
         return OutputPaths(out, work, states)

@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from batchgen.data.durable_files import output_errors, part_errors, refuse_special
 from batchgen.data.files import (
+    abort_uploads,
     exists,
     files_in,
     is_folder,
     make_durably,
+    note_version,
     remove_if_empty,
     remove_tree,
     rename,
@@ -75,8 +77,10 @@ def open_work(
         OtherJobError: the output or the work belongs to a different job.
         FingerprintError: the errors of an output are to be retried, and a different job's work is next to it.
     """
-    refuse_special(paths.result)
-    refuse_special(paths.states)
+    for path in (paths.result, paths.states):
+        with output_errors(path):
+            note_version(path)
+        refuse_special(path)
     if policy != "overwrite" and is_done(paths, identity, retry_errors=retry_errors):
         return None
     lock = RunLock(paths.work, paths.result)
@@ -165,6 +169,7 @@ def _is_replacement(paths: OutputPaths) -> bool:
 
 
 def _prepare(work: WorkFolder) -> WorkFolder:
+    abort_uploads(work.scratch)
     remove_tree(work.scratch)
     for folder in (work.parts, work.tokenized, work.scratch, work.paths.result.parent):
         make_durably(folder)

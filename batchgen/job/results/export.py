@@ -133,7 +133,7 @@ def _is_same(target: Path, recorded: Mapping[str, Any]) -> bool:
     if not is_file(target) or size_of(target) != recorded["size"]:
         return False
     with open_named(target) as stream:
-        return bool(hashlib.file_digest(stream, "sha256").hexdigest() == recorded["sha256"])
+        return bool(hashlib.file_digest(stream, "sha256").hexdigest() == recorded.get("sha256"))
 
 
 def _piece_lookup(run: Mapping[str, Any], named: str | None) -> Callable[[int], TokenPiece]:

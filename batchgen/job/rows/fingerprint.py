@@ -98,7 +98,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         **setup.model.folder.overrides.options,
         "--logit-processor": processors,
         # A file may be moved before a run is resumed: its content counts, its name does not.
-        INPUT_FILES: [[f.size, f.sha256, *partitions_of(f.path)] for f in inputs.files],
+        INPUT_FILES: [[f.size, f.content, *partitions_of(f.path)] for f in inputs.files],
     }
     normalized = json.loads(json.dumps(info, sort_keys=True, default=str))
     digest = hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()
@@ -112,7 +112,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         "sampling_defaults": dict(sampling),
         "logprobs_mode": config.engine.logprobs_mode,
         "logit_processors": processors,
-        "inputs": [{"path": f.path, "size": f.size, "sha256": f.sha256} for f in inputs.files],
+        "inputs": [f.record() for f in inputs.files],
         "shard": shard,
         "fingerprint": digest,
         "job": normalized,

@@ -296,7 +296,9 @@ class TestFolders:
         assert [row.value for row in open_found(find_inputs(["d"], (), "jsonl")).rows()] == [{"n": 2}]
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/a.jsonl", "hf://datasets/x", "https://x.org/a.parquet", "file:///a.csv"])
+@pytest.mark.parametrize(
+    "path", ["ftp://x.org/a.jsonl", "abfss://x/a.jsonl", "http://x.org/a.parquet", "file:///a.csv"]
+)
 def test_paths_with_a_scheme_are_not_names_of_local_files(path: str) -> None:
     with pytest.raises(UsageError, match=r"local path|without it"):
         find_inputs(["a.jsonl", path])

@@ -227,22 +227,6 @@ def test_a_link_that_leads_in_a_circle_is_refused(tmp_path: Path) -> None:
         begin(tmp_path / "r.parquet")
 
 
-def test_a_work_folder_on_another_disk_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = output_paths(tmp_path / "r.parquet").work
-    real = FileSystem.stat
-
-    def stat(system: FileSystem, path: Path, *, follow: bool = True) -> os.stat_result:
-        found = real(system, path, follow=follow)
-        return os.stat_result((*found[:2], found.st_dev + (path == work), *found[3:]))
-
-    work.mkdir()
-    (work / "kept").write_bytes(b"kept")
-    monkeypatch.setattr(FileSystem, "stat", stat)
-    with pytest.raises(OutputError, match=r"r\.parquet\.work is on another disk than .*name another output with -o"):
-        begin(tmp_path / "r.parquet")
-    assert (work / "kept").read_bytes() == b"kept"
-
-
 class TestWithoutFlock:
     """A file system without flock: a file that names its process is the lock."""
 

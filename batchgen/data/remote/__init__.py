@@ -1,0 +1,1 @@
+"""Files at URLs, in place of local ones."""
