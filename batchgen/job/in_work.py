@@ -276,6 +276,12 @@ class InWork(Record):
         suspects = [row for row, r in history.rows.items() if not r.set_aside and r.deaths >= _DEATHS_TO_SUSPECT]
         self.alone = sorted(suspects, key=lambda row: (len(history.rows[row].alone), row))
 
+    def close(self) -> None:
+        """Nothing is in work any more, in replicas neither. May be called from any thread, and again."""
+        super().close()
+        for path in files_in(self._work.paths.work, f"{_RECORD}-*"):
+            remove_file(path)
+
     def learn(self, number: int) -> None:
         """Learn from what a replica that died has left.
 

@@ -99,6 +99,16 @@ def test_a_job_whose_rows_are_all_committed_is_finished(model: Path, tmp_path: P
     assert table(tmp_path, "all.parquet").drop(["cached_tokens"]).equals(found.drop(["cached_tokens"]))
 
 
+def test_a_job_that_is_stopped_blames_no_row(model: Path, tmp_path: Path) -> None:
+    words = command(model, [*ROWS, {"id": "p", "text": "Hi", **PAUSED}], tmp_path, *PAUSING, "--replicas", "2")
+    (tmp_path / "pause").touch()
+    job = start(words, tmp_path)
+    job.wait_for(lambda: (tmp_path / "reached").exists())
+    job.signal(signal.SIGTERM)
+    assert job.wait().code == 143
+    assert not [*(tmp_path / "out.parquet.work").glob("in-work-*")]
+
+
 def test_more_processes_than_processors_are_refused(model: Path, tmp_path: Path) -> None:
     words = command(model, ROWS, tmp_path, "--replicas", "60000")
     assert "this machine has" in run(words, tmp_path, expect=2).stderr
