@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from batchgen.config.urls import RemotePath
 from batchgen.data.remote.service import CHANGED, fresh, request, state_of
+from batchgen.request.foreign_text import ForeignTextError, read_json, typed
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -196,11 +197,11 @@ def _is_copy(url: str, source: Opener, size: int) -> bool:
 
 def abort_upload(note: bytes) -> None:
     """Abort an upload that a killed process has left: services keep, and bill, its parts. If that fails, it is left."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        left = json.loads(note)
+    with suppress(OSError, ForeignTextError):
+        left = typed(read_json(note), {"url": str, "upload": str})
 
         def abort(service: Any, path: str) -> None:
             bucket, key, _ = service.split_path(path)
-            service.abort_mpu(bucket, key, str(left["upload"]))
+            service.abort_mpu(bucket, key, left["upload"])
 
-        request(str(left["url"]), abort)
+        request(left["url"], abort)
