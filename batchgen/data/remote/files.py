@@ -27,7 +27,6 @@ _READ_MOST: Final = 1 << 24
 _PART: Final = 1 << 23
 """Bytes of a part of an upload: services want at least 5 MiB, and multiples of 256 KiB."""
 _MOST_PARTS: Final = 9000
-_COMPARED: Final = 1 << 16
 Opener = Callable[[], BinaryIO]
 
 
@@ -191,7 +190,7 @@ def _is_copy(url: str, source: Opener, size: int) -> bool:
         return False
     with source() as mine, open_url(url, size) as its:
         for stream in (mine, its):
-            stream.seek(max(0, size - _COMPARED))
+            stream.seek(max(0, size - _BUFFER))
         return mine.read() == its.read()
 
 
