@@ -33,7 +33,7 @@ from batchgen.config.option_types import (
 )
 from batchgen.config.sampling_options import SAMPLING, SAMPLING_OPTIONS
 from batchgen.config.units import Shard, Threshold, parse_shard
-from batchgen.config.urls import shown_url
+from batchgen.config.urls import RemotePath, is_url, shown_url
 from batchgen.errors import UsageError
 from batchgen.request.fields.named_columns import NamedColumns
 
@@ -104,9 +104,10 @@ class RunConfig:
     )
     work_dir: str | None = OUTPUT.option(
         None,
-        "Folder of this machine for the work folder OUT.work; the default is the folder of the output, for a URL and "
-        "stdout see `batchgen help resume`. Example: --work-dir /scratch",
-        PATH,
+        "Folder for the work folder OUT.work; the default is that of the output, for a URL and stdout see `batchgen "
+        "help resume`. At a URL are copies of its committed parts, from which another machine goes on. "
+        "Example: --work-dir /scratch",
+        STORED_PATH,
     )
     carry: Literal["all", "none"] | tuple[str, ...] = OUTPUT.option(
         "all",
@@ -199,8 +200,13 @@ class RunConfig:
 
     @property
     def work_path(self) -> Path | None:
-        """The folder that `--work-dir` names."""
-        return None if self.work_dir is None else Path(self.work_dir)
+        """The folder of this machine that `--work-dir` names."""
+        return None if self.work_dir is None or is_url(self.work_dir) else Path(self.work_dir)
+
+    @property
+    def copies(self) -> RemotePath | None:
+        """The folder at a URL that `--work-dir` names."""
+        return RemotePath(self.work_dir) if self.work_dir is not None and is_url(self.work_dir) else None
 
     @property
     def named_columns(self) -> NamedColumns:

@@ -178,6 +178,11 @@ def open_to_replace(path: Path) -> io.BufferedWriter:
     return io.BufferedWriter(system.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), BUFFER)
 
 
+def copy_bytes(source: BinaryIO, target: BinaryIO) -> None:
+    """Write what is left of a stream to another one."""
+    shutil.copyfileobj(source, target, BUFFER)
+
+
 def sync_stream(stream: BinaryIO) -> None:
     """Write the buffer of a file and make its content durable."""
     stream.flush()
@@ -276,7 +281,7 @@ def rename(old: Path, new: Path) -> None:
         temporary = temporary_near(new)
         try:
             with open_named(old) as source, open_new(temporary) as target:
-                shutil.copyfileobj(source, target, BUFFER)
+                copy_bytes(source, target)
                 sync_stream(target)
             system.rename(temporary, new)
         except BaseException:

@@ -20,7 +20,7 @@ from batchgen.data.schema import OutputRow
 from batchgen.data.store.committed import Committed, first_of_prompt
 from batchgen.data.store.parts import PartWriter
 from batchgen.data.store.work_folder import WorkFolder, output_paths
-from batchgen.data.store.work_parts import has_results
+from batchgen.data.store.work_parts import PartsCopy, has_results, parts_copy
 from batchgen.engine.advice import output_advice
 from batchgen.engine.engine import Engine
 from batchgen.engine.gc_control import DeferredGC
@@ -127,8 +127,13 @@ class _Job:
             job = OpenedJob(setup, self.command.inputs, identity, paths, self.progress.note)
             job.refuse_named()
             self.command.keep(identity.run.fingerprint)
+            copy = parts_copy(self.config.copies, paths.work)
+            if copy is not None and self.config.existing != "overwrite":
+                copy.fetch(self.progress.note)
             work = job.begin()
         if work is None:
+            if copy is not None:
+                copy.remove()
             return self.command.summary(paths.result, identity.run.fingerprint)
         self.collector.freeze_all()
         with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
@@ -147,7 +152,12 @@ class _Job:
             with self._phase("reading"):
                 committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:
-                return self._complete(job, work, committed)
+                if copy is not None:
+                    copy.sync()
+                summary = self._complete(job, work, committed, copy)
+                if copy is not None:
+                    copy.remove()
+                return summary
             except (UsageError, InputError, ModelError, TooManyErrors) as error:
                 # Refused before a token was computed: remove the work folder. Committed errors of invalid rows are
                 # found again by the next run. With too many of them, `show` lists them, unless no row is valid.
@@ -156,7 +166,7 @@ class _Job:
                     work.remove()
                 raise
 
-    def _complete(self, job: OpenedJob, work: WorkFolder, committed: Committed) -> RunSummary:
+    def _complete(self, job: OpenedJob, work: WorkFolder, committed: Committed, copy: PartsCopy | None) -> RunSummary:
         """Compute and commit the missing rows, then merge all committed rows into the output."""
         setup, record = job.setup, job.identity.record
         config = self.config  # a wrong --reuse fails before the rows are read
@@ -168,6 +178,7 @@ class _Job:
             opened as events,
             PartWriter(work, config.commit_every, config.commit_seconds, max_bytes=config.max_output_bytes) as writer,
         ):
+            writer.copy = writer.copy if copy is None else copy.add
             writer.before_part = None if events is None else events.sync
             self.stop.commit = writer.flush
             with self._phase("reading"):

@@ -473,7 +473,7 @@ def test_paths_with_a_scheme_are_refused_in_every_option(option: Option, path: s
         ({"output": "s3://b/o.csv"}, "must be a Parquet file"),
         ({"output": "https://h/o.parquet"}, "is not a local path (https), and batchgen reads and writes s3://"),
         ({"inputs": ("s3://b/a.parquet",), "output": "s3://b/a.parquet"}, "is an input file"),
-        ({"work_dir": "s3://b/work"}, "`--work-dir` 's3://b/work' is not a local path (s3), and must be one here"),
+        ({"work_dir": "https://b/work"}, "`--work-dir` 'https://b/work' is not a local path (https)"),
         (
             {"output": "-", "report": "-"},
             "`--output` - writes the results to stdout: give --report and --events a file",

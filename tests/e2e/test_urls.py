@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from batchgen.data import files
 from tests.data.remote.bucket import Bucket, use
 from tests.e2e.rows import assert_same, mixed_lines, read, write_lines
-from tests.e2e.runner import interrupt, run
+from tests.e2e.runner import interrupt, parts_of, run
 
 
 @pytest.fixture
@@ -106,6 +107,53 @@ def test_a_work_folder_elsewhere(command: list[Any], tmp_path: Path, monkeypatch
     assert not any((tmp_path / "scratch").iterdir())
     run([*command, "-o", "r.parquet"], tmp_path)
     assert_same(read(tmp_path / "out" / "r.parquet"), read(tmp_path / "r.parquet"), ignore=("cached_tokens",))
+
+
+def test_another_machine_goes_on_from_copies_of_the_parts(command: list[Any], bucket: Bucket, tmp_path: Path) -> None:
+    """Whatever became of the first one: its work folder is gone."""
+    rows = [*mixed_lines(40), *({"id": f"s{i}", "text": "Hi", "return_hidden_states": True} for i in range(4))]
+    write_lines(tmp_path / "in.jsonl", rows)
+    job = [*command, "-o", "out.parquet", "--work-dir", "s3://b/work", "--report", "-"]
+    count = interrupt(job, tmp_path, parts=3)
+    copies = {name: data for name, data in bucket.objects.items() if name.startswith("b/work/out.parquet.work/parts/")}
+    assert len(copies) == count
+    shutil.rmtree(tmp_path / "out.parquet.work")
+    bucket.objects["b/work/out.parquet.work/parts/part-000001.parquet"] = b"PAR1 cut"
+    done = run(job, tmp_path)
+    assert f"{count:,} parts of this job were copied from s3://b/work/out.parquet.work" in done.stderr
+    assert "part-000001.parquet is damaged" in done.stderr
+    assert 0 < done.report["rows_resumed"] < len(rows)
+    assert not [name for name in bucket.objects if name.startswith("b/work/")]
+    run([*command, "-o", "local.parquet"], tmp_path)
+    for name, other in (("out", "local"), ("out.hidden", "local.hidden")):
+        found, expected = (read(tmp_path / f"{each}.parquet") for each in (name, other))
+        assert_same(found, expected, ignore=("cached_tokens",))
+
+
+def test_copies_are_those_of_the_parts_here(command: list[Any], bucket: Bucket, tmp_path: Path) -> None:
+    """After a run that replaces the output, and one that computes failed rows again."""
+    write_lines(tmp_path / "in.jsonl", [*mixed_lines(30), {"id": "bad"}])
+    job = [*command, "-o", "out.parquet", "--work-dir", "s3://b/work"]
+    interrupt(job, tmp_path)
+    for options in (["--overwrite"], ["--retry-errors"]):
+        interrupt([*job, *options], tmp_path)
+        parts = {path.name: path.read_bytes() for path in parts_of(tmp_path / "out.parquet")}
+        below = "b/work/out.parquet.work/parts/"
+        assert {name.removeprefix(below): data for name, data in bucket.objects.items() if below in name} == parts
+
+
+def test_a_copy_that_cannot_be_written_stops_the_job(command: list[Any], bucket: Bucket, tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", mixed_lines(10))
+    job = [*command, "-o", "out.parquet", "--work-dir", "s3://b/work"]
+
+    def full(name: str, path: str) -> None:
+        if name in ("part", "complete"):
+            raise OSError("QuotaExceeded")
+
+    bucket.before = full
+    assert "the storage is full, or its quota is used up" in run(job, tmp_path, expect=5).stderr
+    bucket.before = lambda name, path: None
+    assert run([*job, "--report", "-"], tmp_path).report["rows_resumed"] > 0
 
 
 def test_results_on_stdout(command: list[Any], tmp_path: Path) -> None:

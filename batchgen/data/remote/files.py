@@ -118,6 +118,8 @@ class RemoteFiles:
         """Remove a file."""
         state_of(str(path))  # a service removes what is missing without an error
         request(str(path), lambda service, name: service.rm_file(name))
+        if path in self._versions:
+            self._versions[path] = None
 
     def upload(self, target: RemotePath, size: int, source: Opener, note: Callable[[bytes], None]) -> None:
         """Write a file, which becomes visible in one operation, and replaces only the version that was noted.

@@ -83,6 +83,8 @@ class PartWriter:
         """Called before each part is written, to make durable what has to be there before it."""
         self.after_part: Callable[[Sequence[OutputRow]], None] | None = None
         """Called with the rows of each part when it is committed, on the writer's thread."""
+        self.copy: Callable[[Path], None] = lambda part: None
+        """Called with each part that is committed."""
         numbers = (int(path.stem.removeprefix("part-")) for path in work.part_files())
         self._number = 1 + max(numbers, default=-1)
         self._changed = threading.Condition()
@@ -135,6 +137,7 @@ class PartWriter:
         size = size_of(part) + (size_of(states) if exists(states) else 0)
         self._budget.check(size)
         self._budget.add(size)
+        self.copy(part)
 
     def flush(self) -> None:
         """Commit everything added so far; it is durable when this returns.
@@ -239,6 +242,7 @@ class PartWriter:
 
         write_durably(path, write)
         self._budget.add(states_bytes + size_of(path))
+        self.copy(path)
         if self.after_part is not None:
             self.after_part(rows)
 
