@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from jinja2.defaults import DEFAULT_NAMESPACE
-
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.foreign_text import ForeignTextError, read_json
 from batchgen.request.printable import printable
@@ -26,7 +24,7 @@ from batchgen.text.chat.template_process import (
 
 _OPTION: Final = "--prompt-template"
 _LOOKS_LIKE_MESSAGES: Final = re.compile(r"\s*\[\s*\{\s*[\"']role[\"']\s*:")
-_FUNCTIONS: Final = frozenset({*DEFAULT_NAMESPACE, "raise_exception"})
+_FUNCTIONS: Final = frozenset({"range", "dict", "lipsum", "cycler", "joiner", "namespace", "raise_exception"})
 """What templates may call."""
 _NOT_COMPILED: Final = ("TemplateSyntaxError", "TemplateAssertionError", "ChanceError")
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, Final, NamedTuple, NoReturn
 
 from batchgen.errors import BatchgenError
+from batchgen.request.foreign_text import read_json
 from batchgen.text.helper_process import HelperProcess, SharedProcess, begin, limit_memory, limit_seconds
 
 CLOCK: Final = "strftime_now"
@@ -214,7 +215,7 @@ def _of_fields() -> Any:
 
     environment = _library()._compile_jinja_template("").environment.overlay(undefined=Missing, finalize=printed)
     environment.globals = {name: value for name, value in environment.globals.items() if name != CLOCK}
-    environment.filters |= {"tojson": to_json, "fromjson": json.loads}
+    environment.filters |= {"tojson": to_json, "fromjson": read_json}
     environment.tests["none"] = lambda value: value is None or isinstance(value, Missing)
     return environment
 
