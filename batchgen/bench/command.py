@@ -22,6 +22,8 @@ from batchgen.errors import BatchgenError, Interrupted, UsageError
 
 _WITHOUT_ENGINES: Final = ("workloads", "repeat", "plan_size", "chart")
 """Options that have an effect on workloads without engines."""
+_OF_EMBED: Final = ("model", "peers", "dtype", "cpu_threads")
+"""Options that have an effect on workload embed, too."""
 
 
 def run_given(
@@ -111,6 +113,10 @@ def _engineless_lines(config: BenchConfig) -> Iterator[dict[str, Any]]:
         from batchgen.bench.jobs.commands import ids_lines
 
         yield from ids_lines(config.repeat)
+    if "embed" in config.workloads:
+        from batchgen.bench.jobs.embed import embed_lines
+
+        yield from embed_lines(config)
     if "eta" in config.workloads:
         from batchgen.bench.jobs.eta import eta_lines
 
@@ -123,7 +129,8 @@ def _reject_unused_options(config: BenchConfig, *, engines: bool) -> None:
     Raises:
         UsageError: such an option has a value other than its default.
     """
-    idle = [option for option in OPTIONS if not engines and option.name not in _WITHOUT_ENGINES]
+    used = (*_WITHOUT_ENGINES, *(_OF_EMBED if "embed" in config.workloads else ()))
+    idle = [option for option in OPTIONS if not engines and option.name not in used]
     unused = {option.flag: (option.name, ", which run no engines") for option in idle}
     if "plan" not in config.workloads:
         unused["--plan-size"] = "plan_size", "; only workload plan uses it"

@@ -12,9 +12,9 @@ from batchgen.config.option_types import POSITIVE_DURATION, Group, ValueType, co
 from batchgen.errors import UsageError
 from batchgen.request.foreign_text import ForeignTextError, file_content, read_toml
 
-ENGINELESS_WORKLOADS: Final = ("plan", "startup", "job", "ids", "eta")
-"""Workloads that run no engines: they measure the planner, the start of the command, the cost of a row and how well the
-time left is estimated."""
+ENGINELESS_WORKLOADS: Final = ("plan", "startup", "job", "ids", "eta", "embed")
+"""Workloads on which no engines generate: they measure the planner, the start of the command, the cost of a row, how
+well the time left is estimated, and embeddings."""
 
 _OPTIONS: Final = Group("Options")
 _NAMES: Final = ValueType("NAME", str)
@@ -37,7 +37,8 @@ class BenchConfig:
         "or a .toml file. For models with recurrent layers: hybrid-prefix, hybrid-unshared. For GPUs: w-nano, "
         "w-prefix, w-unshared, w-tree. Without peers: plan (planner only), startup (time to the help and to the first "
         "token), job (cost of a row outside the model), ids (cost of reading ids), eta (errors "
-        "of the estimated time left). Example: shared-prefix",
+        "of the estimated time left). With peer sentence-transformers: embed (embeddings of random encoders, --model "
+        "random:minilm by default or random:bert-base). Example: shared-prefix",
         _NAMES,
     )
     """Names or .toml files; empty: the defaults of `find_workloads`."""

@@ -150,15 +150,24 @@ def _missing_modules(source: EngineSource) -> str:
     """Modules of the engine that the interpreter does not find (without importing them); empty if there are none."""
     modules = PEERS[source.name].modules
     code = "import sys, importlib.util as u; sys.exit(' '.join(m for m in sys.argv[1:] if not u.find_spec(m)) or 0)"
-    try:
-        done = subprocess.run([source.python, "-c", code, *modules], capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise UsageError(
-            f"--peers: cannot run {source.python}: {error.strerror}; give --peers {source.name}=PYTHON"
-        ) from None
+    done = run_code(source.name, source.python, code, *modules)
     if done.returncode == 0:
         return ""
     return " and ".join([name for name in done.stderr.split() if name in modules] or modules)
+
+
+def run_code(
+    name: str, python: str, code: str, *arguments: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run code to its end by the interpreter of a peer of this name.
+
+    Raises:
+        UsageError: the interpreter does not start.
+    """
+    try:
+        return subprocess.run([python, "-c", code, *arguments], capture_output=True, text=True, check=False, env=env)
+    except OSError as error:
+        raise UsageError(f"--peers: cannot run {python}: {error.strerror}; give --peers {name}=PYTHON") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ _GROUPS: Final = {
     "First steps": ("install", "input", "output", "errors", "resume", "check"),
     "What a row can ask for": (
         "fields", "sampling", "stops", "chat", "media", "reasoning", "tools", "constraints", "logprobs", "scoring",
-        "hidden-states", "streaming", "processors", "lora", "other-systems",
+        "embeddings", "hidden-states", "streaming", "processors", "lora", "other-systems",
     ),
     "Jobs and results": (
         "configuration", "sharding", "export", "verify", "reliability", "deterministic", "python", "evaluation",
@@ -222,7 +222,7 @@ def _outcome(name: str) -> str:
     written = snake_case(name)
     if place is not None:
         field = LOOKUP[place][name]
-        where = "" if place in ("row", "params") else " in the body of an OpenAI line"
+        where = "" if place in ("row", "pairs", "params") else " in the body of an OpenAI line"
         if field.carried:
             return f"carried{where}"
         if not field.supported:

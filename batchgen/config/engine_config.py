@@ -177,6 +177,15 @@ class EngineConfig:
         CLOCK,
     )
     """ISO 8601; a `datetime` is accepted, too."""
+    pooling: Literal["auto", "last", "mean", "cls"] = OUTPUT.option(
+        "auto",
+        "How the states of tokens become an embedding: the last one, their mean or the first one; auto is as the "
+        "checkpoint's files of sentence-transformers say, else mean for encoders and last for others. "
+        "Example: --pooling mean",
+    )
+    normalize: bool | None = OUTPUT.option(
+        None, "Divide embeddings by their norm; the default is as the checkpoint's files say. Example: --normalize"
+    )
     hidden_states_dtype: Literal["auto", "float32"] = OUTPUT.option(
         "auto",
         "Data type of hidden states; auto is the model's, float32 keeps means unrounded. "

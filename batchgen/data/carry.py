@@ -17,7 +17,7 @@ import pyarrow.types as pat
 from batchgen.data.read.input_files import InputFile
 from batchgen.data.read.input_paths import partitions_of
 from batchgen.data.read.input_set import SOURCE_COLUMNS
-from batchgen.data.schema import SCHEMA
+from batchgen.data.schema import ASKED, SCHEMA
 from batchgen.errors import UsageError
 from batchgen.request.fields.declared import LOOKUP
 from batchgen.request.fields.named_columns import PROMPT_FIELDS, UNNAMED, NamedColumns
@@ -25,6 +25,8 @@ from batchgen.request.foreign_text import read_json
 
 _SOURCE_TYPES = dict(zip(SOURCE_COLUMNS, (pa.string(), pa.int64()), strict=True))
 
+COLUMNS = frozenset({*SCHEMA.names, *ASKED})
+"""Names of the columns of results that are not carried fields."""
 Carry = Literal["all", "none"] | tuple[str, ...]
 """Value of `--carry`."""
 
@@ -34,7 +36,7 @@ def effective_carry(carry: Carry, columns: Sequence[str], *, include_source: boo
 
     The source is in separate columns unless all carried fields go to `extra`.
     """
-    if named := [name for name in columns if name not in SCHEMA.names and (carry == "all" or name not in carry)]:
+    if named := [name for name in columns if name not in COLUMNS and (carry == "all" or name not in carry)]:
         carry = (*(() if isinstance(carry, str) else carry), *named)
     if not include_source or carry == "all":
         return carry
@@ -56,7 +58,7 @@ def carried_fields(
     """
     free = set(columns.replaced()).difference(PROMPT_FIELDS)
     for name in names:
-        if name in SCHEMA.names:
+        if name in COLUMNS:
             raise UsageError(f"`--carry` {name}: the output has a column of that name; rename the field")
         if name in columns or (name in LOOKUP["row"] and name not in free):
             problem = "the row uses that field, and only unused fields are carried; leave it out"

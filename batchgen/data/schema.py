@@ -1,6 +1,7 @@
 """The output's Arrow schema, fixed per version, and the conversion of completions to a table.
 
-Columns are never inferred from data: every column exists in every output, null if it was not requested. Carried fields
+Columns are never inferred from data: every column exists in every output, null if it was not requested, but for those
+of `ASKED`, which follow from what the rows of a job ask for. Carried fields
 are in `extra`, one JSON object per row, unless `--carry COL,...` gives them separate columns.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from itertools import chain
@@ -94,6 +95,19 @@ SCHEMA = pa.schema(
 )
 
 
+_SCORES = pa.list_(pa.struct([("label", pa.string()), ("score", pa.float64())]))
+ASKED = {"embedding": pa.field("embedding", _LOGPROBS), "scores": pa.field("scores", _SCORES)}
+"""Columns of jobs with rows that return embeddings, or scores of labels: one more, and one of another type."""
+Asked = tuple[pa.Field, ...]
+"""Those of `ASKED` that a job has, in order."""
+
+
+def asked_columns(tasks: Iterable[str | None]) -> Asked:
+    """The columns of a job whose rows have these tasks."""
+    names = {"embedding" if task == "embed" else "scores" for task in tasks if task is not None}
+    return tuple(field for name, field in ASKED.items() if name in names)
+
+
 @dataclass(frozen=True, slots=True)
 class OutputRow:
     """A completion with the id, carried fields and prompt text of its row."""
@@ -136,16 +150,23 @@ _DERIVED: dict[str, Callable[[OutputRow], Any]] = {
 _COMPLETION_FIELDS = frozenset(field.name for field in dataclass_fields(Completion))
 
 
-def results_schema(carried: Sequence[pa.Field]) -> pa.Schema:
-    """`SCHEMA` followed by the separate columns of carried fields."""
-    return pa.schema([*SCHEMA, *carried])
+def results_schema(carried: Sequence[pa.Field], asked: Asked = ()) -> pa.Schema:
+    """`SCHEMA` with what the job's rows ask for, followed by the separate columns of carried fields."""
+    if not asked:
+        return pa.schema([*SCHEMA, *carried])
+    changed = {field.name: field for field in asked}
+    columns = {field.name: changed.get(field.name, field) for field in SCHEMA}
+    return pa.schema([*(columns | changed).values(), *carried])
 
 
-def completions_to_table(rows: Sequence[OutputRow]) -> pa.Table:
-    """Convert completions to a table in `SCHEMA`, one row each. Columns without a field in `Completion` are null."""
-    completions = [row.completion for row in rows]
+def completions_to_table(rows: Sequence[OutputRow], asked: Asked = ()) -> pa.Table:
+    """Convert completions to a table of `results_schema`, one row each, without carried columns.
+
+    Columns without a field in `Completion` are null.
+    """
+    completions, schema = [row.completion for row in rows], results_schema((), asked)
     columns = []
-    for field in SCHEMA:
+    for field in schema:
         if field.name in _DERIVED:
             values = list(map(_DERIVED[field.name], rows))
         elif field.name in _COMPLETION_FIELDS:
@@ -153,7 +174,7 @@ def completions_to_table(rows: Sequence[OutputRow]) -> pa.Table:
         else:
             values = [None] * len(rows)
         columns.append(_column(values, field.type))
-    return pa.Table.from_arrays(columns, schema=SCHEMA)
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:

@@ -58,6 +58,7 @@ from batchgen.models.check import check_model
 from batchgen.models.checkpoint.model_files import TOKENIZER_FILES, resolve_model
 from batchgen.models.checkpoint.overrides import Overrides
 from batchgen.models.deterministic import deterministic_model
+from batchgen.models.embed.encoder import EncoderModel
 from batchgen.models.load import checked_spec, load_checked
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup
 from batchgen.plan.config import Admit, Order
@@ -120,7 +121,7 @@ class Engine:
         named = resolve_model(config.tokenizer, files=TOKENIZER_FILES) if config.tokenizer is not None else folder
         tokenizer = Tokenizer.load(named, model=folder, config=checked.folder.config)
         front_end = FrontEnd.build(config, spec, tokenizer, processors)
-        self._init(loaded, front_end.with_media_of(checked.folder))
+        self._init(loaded, front_end.of_folder(checked.folder))
 
     @classmethod
     def from_parts(
@@ -151,7 +152,11 @@ class Engine:
         """Measured quantisation loss; None without quantisation."""
         if model.spec.numbers.form == "int8":
             self.quantization = quantize(model, config, front_end.tokenizer)
-        if config.deterministic:
+        if isinstance(self.model, EncoderModel):
+            if config.deterministic:
+                raise UsageError(f"`--deterministic` is not supported for a {model.spec.name} encoder; leave it out")
+            self.model.separator = front_end.encoder.tasks.separator
+        elif config.deterministic:
             assert self.backend is not None, "a measured backend is not deterministic"
             self.model = deterministic_model(self.model, self.backend)
         self.tokenizer = front_end.tokenizer
@@ -328,7 +333,8 @@ class Engine:
             self.backend = kernels_for(self.config, self.model.spec, workload, *limits)
         towers = None if workload.table.media is None else front_end.media.encoder(self.model)
         read_by = self.tokenizer, self.grammars, front_end.processors, front_end.encoder.reasoning
-        return EngineResources(self.model, self.backend, self.device, *read_by, towers)
+        heads = front_end.heads() if any(p.task for p in workload.table.params) else None
+        return EngineResources(self.model, self.backend, self.device, *read_by, heads, towers)
 
     def _schedule(
         self, workload: JobWorkload, cache: CachePlan, backend: Backend, record: WorkRecord | None

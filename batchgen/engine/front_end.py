@@ -17,13 +17,17 @@ from batchgen.media.store import MediaLimits, MediaStore
 from batchgen.media.urls import MediaUrls
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.checkpoint.folder import ModelFolder
+from batchgen.models.embed.files import head_labels, sentence_files
+from batchgen.models.embed.heads import TaskHeads, has_known_head
 from batchgen.models.media.encoder import MediaEncoder, load_media_encoder
 from batchgen.models.media.processor import find_media_processor
+from batchgen.request.fields.hidden_states import StatePool
 from batchgen.request.fields.params import PARAMETERS, SamplingParams
 from batchgen.request.processors import LoadedProcessor
 from batchgen.request.rows.model_names import ModelNames
 from batchgen.request.rows.values import RowDefaults
 from batchgen.request.table.request_table import RequestTable
+from batchgen.request.tasks import TaskSupport
 from batchgen.text.chat import template_process
 from batchgen.text.encode import Encoder
 from batchgen.text.families import AUTO
@@ -54,6 +58,8 @@ class FrontEnd:
     """Name of the model, by which rows may name it."""
     media: MediaSupport
     """What the model offers for images and sounds."""
+    folder: ModelFolder | None = None
+    """The checkpoint, if it is known."""
 
     @classmethod
     def build(
@@ -89,16 +95,43 @@ class FrontEnd:
         encoder.tools = tool_parser_of(tokenizer, config.tool_parser)
         encoder.calls_are_unknown = encoder.tools is None and config.tool_parser == AUTO
         called, support = config.model or name or "", no_media("its folder is not known")
+        encoder.tasks = TaskSupport(spec.name, spec.generates, spec.hidden_size)
         return cls(config, spec, tokenizer, processors, *media, grammars, encoder, called, support)
 
-    def with_media_of(self, folder: ModelFolder) -> FrontEnd:
-        """The front end with the processor and the towers of a model's folder, which are looked for when needed."""
+    def of_folder(self, folder: ModelFolder) -> FrontEnd:
+        """The front end with what a model's folder says of embeddings and scores, and the processor and the towers for
+        media, which are looked for when needed.
+
+        Raises:
+            ModelError: a file of sentence-transformers cannot be read.
+        """
+        config, spec, tokenizer = self.config, self.spec, self.tokenizer
+        causal = spec.bidirectional != "text"
+        files = sentence_files(folder, causal=causal, pooling=config.pooling, normalize=config.normalize)
+        scores: StatePool = "mean" if folder.config.get("classifier_pooling") == "mean" else "first"
+        self.encoder.tasks = TaskSupport(
+            spec.name,
+            spec.generates,
+            spec.hidden_size,
+            files,
+            labels=head_labels(folder.config) if has_known_head(folder) else (),
+            scores="last" if causal else scores,
+            separator=None if causal or not tokenizer.around_pair[3] else tokenizer.around_pair[1][0],
+        )
 
         def load(model: Model) -> MediaEncoder:
             return load_media_encoder(folder, model.spec)
 
         media = MediaSupport(self.spec, partial(find_media_processor, folder), load, self.media_store)
-        return replace(self, media=media)
+        return replace(self, media=media, folder=folder)
+
+    def heads(self) -> TaskHeads:
+        """Read what follows the model in rows with a task.
+
+        Raises:
+            ModelError: weights are missing or cannot be read.
+        """
+        return TaskHeads(self.encoder.tasks.files, self.folder)
 
     @property
     def notes(self) -> list[str]:

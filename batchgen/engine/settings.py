@@ -14,6 +14,7 @@ from batchgen.errors import ErrorInfo
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
 from batchgen.models.base import Model
+from batchgen.models.embed.heads import TaskHeads
 from batchgen.models.media.encoder import MediaEncoder
 from batchgen.request.processors import LoadedProcessor
 from batchgen.text.grammar.grammars import Grammars
@@ -48,6 +49,8 @@ class EngineResources:
     """Custom logit processors by name"""
     reasoning: ReasoningParser | None = None
     """The model's format of thoughts; None if it has none that is known"""
+    heads: TaskHeads | None = None
+    """What makes embeddings and scores of states; None: no row has any"""
     towers: MediaEncoder | None = None
     """What reads the job's images and sounds; None: no row has any"""
     media: JobMedia | None = None

@@ -165,14 +165,18 @@ def plan_workload(
     count = len(table)
     done = np.zeros(count, np.bool_) if done is None else done
     adapter = _adapters(table, adapters)
-    spans = None if bidirectional is None or table.media is None else _spans(table, bidirectional)
-    whole = _equal_prompts(table, spans.lengths) if isinstance(spans, PromptSpans) else None
+    encodes = bidirectional == "text"
+    spans = None if bidirectional is None or (table.media is None and not encodes) else _spans(table, bidirectional)
+    whole = equal = _equal_prompts(table, spans.lengths) if isinstance(spans, PromptSpans) else None
+    if encodes:  # nothing of a row is stored, so that rows share nothing
+        whole = np.arange(count, dtype=np.int64)
     tree = build_tree(table.tokens, table.offsets, _keys(adapter, table.embeds_id, whole))
     own = leader = np.arange(count, dtype=np.int32)
     scored = table.score_start >= 0
     if dedup:
         greedy = table.by_params([p.greedy for p in table.params], np.bool_)
-        leader = find_dedup(tree.node_of_request, table.params_id, greedy & ~scored, table.max_new_tokens)
+        ends = equal if encodes and equal is not None else tree.node_of_request
+        leader = find_dedup(ends, table.params_id, greedy & ~scored, table.max_new_tokens)
     num_samples = table.by_params([p.samples for p in table.params], np.int32)
     reads_prompt = table.by_params([p.returns_prompt_values for p in table.params], np.bool_)
     idle = ~done & (table.max_new_tokens == 0) & ~reads_prompt & ~scored
@@ -188,7 +192,12 @@ def plan_workload(
 
 
 def _spans(table: RequestTable, kind: Bidirectional) -> Spans:
-    """The spans of all prompts of a table with items. Features of sounds are causal, as is a text that is scored."""
+    """The spans of all prompts of an encoder, or of those with items.
+
+    Features of sounds are causal, as is a text that is scored.
+    """
+    if kind == "text":
+        return PromptSpans(np.diff(table.offsets).astype(np.int64), alone=True)
     items = table.media
     assert items is not None
     if kind == "prompt":

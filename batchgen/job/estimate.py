@@ -32,6 +32,8 @@ _LOGPROB_BYTES = 4
 """Bytes of a logprob."""
 _SCORE_BYTES = 21
 """Bytes of a scored text's sum, mean, token count and `is_greedy`."""
+_NUMBER_BYTES = 4
+"""Bytes of a number of an embedding."""
 _PROMPT_ID_BYTES = 3
 """Approximate compressed bytes of a prompt's token id; those of further samples compress to nothing."""
 _ECHO_BYTES = 2
@@ -86,6 +88,7 @@ def estimate_output(rows: Ingested, setup: Setup) -> OutputEstimate:
         requests = _Requests(table.params, params_id[part], prompts, limits[part].astype(np.int64), starts[part])
         samples = requests.by_params([p.n for p in table.params])
         results += int((samples * requests.result_bytes(experts)).sum()) + requests.echo_bytes()
+        results += requests.embedding_bytes(setup.front_end.encoder.tasks.size)
         states += int((samples * requests.state_rows()).sum()) * spec.hidden_size * value_bytes
     if config.include_prompt_ids:
         results += _PROMPT_ID_BYTES * _prompt_ids(table)
@@ -150,13 +153,17 @@ class _Requests:
         scores = np.where(self.score_start >= 0, _SCORE_BYTES + _LOGPROB_BYTES * (self.prompt - self.score_start), 0)
         return np.asarray(output + inputs + routed + scores)
 
+    def embedding_bytes(self, size: int) -> int:
+        """Bytes of the embeddings of all, of `size` numbers where a row does not limit them."""
+        return int(self.by_params([_NUMBER_BYTES * (p.dimensions or size) * p.embed for p in self.params]).sum())
+
     def echo_bytes(self) -> int:
         """Bytes of the prompts in front of the texts, of all."""
         return int((self.by_params([_ECHO_BYTES * p.echo for p in self.params]) * self.prompt).sum())
 
     def state_rows(self) -> Int64s:
         """Rows of hidden states, over all layers, of one sample that runs to its limit."""
-        requested = [p.return_hidden_states for p in self.params]
+        requested = [None if p.task else p.return_hidden_states for p in self.params]
         layers = self.by_params([0 if states is None else len(states.layers) for states in requested])
         spans = [
             "none" if states is None else "last" if states.pool != "none" else states.tokens for states in requested

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from batchgen.config.urls import path_of
 from batchgen.data.feature_files import FeatureFiles
 from batchgen.data.files import exists
-from batchgen.data.schema import OutputRow
+from batchgen.data.schema import ASKED, OutputRow, asked_columns, results_schema
 from batchgen.data.store.committed import Committed, first_of_prompt
 from batchgen.data.store.parts import PartWriter
 from batchgen.data.store.work_folder import WorkFolder, output_paths
@@ -294,6 +294,10 @@ class _Job:
             rows = ingest(setup, job.inputs, work.tokenized, work.scratch, on_row, self.in_work)
             save_tokenized(rows, work.tokenized, key)
         self.opened.callback(rows.close, keep=True)
+        work.asked = asked_columns(params.task for params in rows.table.params)
+        names = results_schema((), work.asked).names
+        if missing := [name for name in self.config.columns or () if name in ASKED and name not in names]:
+            raise UsageError(f"`--columns` {missing[0]}: no row of the job asks for it; leave it out")
         setup.front_end.release()
         after = rows.expected.keep_committed(self.in_work.refused, committed)
         # Before a row of this job is committed: the work of a different job could never be completed together with it.

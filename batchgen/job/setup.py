@@ -112,6 +112,7 @@ class Setup:
             **({"adapters": adapters} if adapters else {}),
             **({} if reasoning is None else {"reasoning": reasoning.format.name}),
             **({} if tools is None else {"tool_parser": tools.name}),
+            **({} if (files := self.front_end.encoder.tasks.files.digest) is None else {"sentence_files": files}),
             **({} if (processor := processor_digest(folder)) is None else {"processor_digest": processor}),
         }
 
@@ -212,7 +213,7 @@ def prepare(
     tokenizer = Tokenizer.load(source, model=folder.path, config=folder.config)
     front_end = FrontEnd.build(
         engine, spec, tokenizer, job.processors, name=str(model_path()), truncate=config.truncate
-    ).with_media_of(folder)
+    ).of_folder(folder)
     if engine.clock is not None and tokenizer.clock_text is None:
         note("--clock has no effect: the model's chat template does not read the time")
     if config.sampling_defaults == "model" and (unapplied := tokenizer.generation.note) is not None:

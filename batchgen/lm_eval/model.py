@@ -14,7 +14,7 @@ from typing import Any, Final
 from batchgen import __version__
 from batchgen.engine.engine import Engine
 from batchgen.errors import BatchgenError, UsageError, library_errors
-from batchgen.request.completion import Completion
+from batchgen.request.completion import Completion, Score
 from batchgen.request.fields.params import MAX_STOPS, PARAMETERS
 
 NAME: Final = "batchgen"
@@ -190,7 +190,9 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]
         answers: list[Any] = [None] * len(rows)
         for done in self._run(rows, "loglikelihood", disable_tqdm):
             assert done.scores is not None
-            answer = answers[done.row_index] = (done.scores[0].sum, done.scores[0].is_greedy)
+            (score,) = done.scores
+            assert isinstance(score, Score)
+            answer = answers[done.row_index] = (score.sum, score.is_greedy)
             if (texts := requests[done.row_index][0]) is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers

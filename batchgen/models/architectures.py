@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from batchgen.errors import ModelError
 from batchgen.models.checkpoint.text_part import find_text_tensors, is_nested, text_config
-from batchgen.models.native.config import NATIVE_TYPES, NativeUnsupported, parse_native_config
+from batchgen.models.native.config import NATIVE_TYPES, NativeUnsupported, is_headless, parse_native_config
 
 Implementation = Literal["native", "transformers"]
 Requested = Literal["auto", "native", "transformers"]
@@ -34,9 +34,15 @@ _REASONS: Final[dict[str, str]] = {
 _UNSUPPORTED: Final[dict[str, str]] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 _SETTINGS: Final[dict[tuple[str, object], str]] = {
     ("prefix_lm", True): "the tokens of a prompt see one another (prefix_lm)",
+    ("is_causal", False): "its tokens see later ones too (is_causal)",
     ("recurrent_kv_cache_mode", "last_loop"): "loops see what later ones have stored (recurrent_kv_cache_mode)",
 }
 """Values of the text decoder's configuration -> why models with them are not supported."""
+ENCODERS: Final = (
+    "bert", "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "modernbert", "distilbert", "electra", "ernie",
+    "nomic_bert", "eurobert", "roberta-prelayernorm", "albert",
+)  # fmt: skip
+"""Types of encoders that run through the library's attention interface."""
 _NAMED_BY_WHOLE: Final = ("minimax_m3_vl", "nemo_speechlm")
 """Types for whose stored names the library has rules in the class of the whole checkpoint alone."""
 
@@ -54,6 +60,10 @@ def choose_implementation(
     Raises:
         ModelError: no implementation, or not the requested one, supports the model; the message names the reason.
     """
+    if is_encoder(config):
+        if requested == "native":
+            raise ModelError("The native decoder computes no encoders. Use --model-impl auto or transformers.")
+        return "transformers"
     _check_supported(config)
     text = text_config(config)
     name = str(text.get("model_type"))
@@ -78,6 +88,13 @@ def choose_implementation(
             f"that type. Supported: {', '.join(NATIVE_TYPES)} natively, and most decoders of transformers."
         )
     return "transformers"
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether all tokens of a row see one another, and the checkpoint writes no text."""
+    classes = [str(cls) for cls in config.get("architectures") or ()]
+    writes = config.get("is_decoder") or any(cls.endswith(("ForCausalLM", "LMHeadModel")) for cls in classes)
+    return config.get("model_type") in ENCODERS and not writes
 
 
 def runs_alone(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -118,7 +135,11 @@ def _check_supported(config: Mapping[str, Any]) -> None:
 def _check_class(config: Mapping[str, Any], name: str) -> None:
     """Refuse classes without a language head; those around a nested decoder may have any name that names no task."""
     classes = [str(cls) for cls in config.get("architectures") or ()]
-    if not classes or any(cls.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for cls in classes):
+    if (
+        not classes
+        or is_headless(config)
+        or any(cls.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for cls in classes)
+    ):
         return
     if name in packed_types() and any(cls.endswith(packed_types()[name]) for cls in classes):
         return

@@ -17,7 +17,7 @@ from batchgen.kernels.types import Attention, LayerKV
 from batchgen.models.lora.config import Adapter
 from batchgen.request.fields.hidden_states import CaptureSupport
 
-Bidirectional = Literal["image", "prompt"]
+Bidirectional = Literal["image", "prompt", "text"]
 
 Form = Literal["full", "int8", "integers", "weight-only"]
 """Weights of linear layers in memory. `full`: in the run's dtype. `int8`: rounded to int8 after they are read. The
@@ -102,7 +102,9 @@ class ModelSpec:
     """Number of blocks to whose results a feature of an item is added again: each has its own values."""
     bidirectional: Bidirectional | None = None
     """What sees one another: the features of each image, or all tokens of a prompt with images; features of audio never
-    do. None: every token sees those before it alone."""
+    do. `text`: all tokens of every prompt, in an encoder. None: every token sees those before it alone."""
+    generates: bool = True
+    """Whether it has a language head; without one its logits are those of no token."""
     numbers: Numbers = Numbers()
 
     @property

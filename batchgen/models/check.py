@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from batchgen.errors import ModelError
-from batchgen.models.architectures import Implementation, Requested, choose_implementation
+from batchgen.models.architectures import Implementation, Requested, choose_implementation, is_encoder
 from batchgen.models.checkpoint.file_hashes import FileHashes
 from batchgen.models.checkpoint.folder import ModelFolder, check_model_folder
 from batchgen.models.checkpoint.overrides import NO_OVERRIDES, Overrides
@@ -68,6 +68,8 @@ def check_model(
     with overrides.explain_errors():
         folder = check_model_folder(path, revision, overrides, pickles=pickles)
         chosen = choose_implementation(folder.config, implementation, folder.tensors)
+        if lora and is_encoder(folder.config):
+            raise ModelError("--lora: an encoder takes no adapters. Merge them into the model, or leave it out.")
         adapters = read_adapters(lora)
         native = None if chosen != "native" else _check_native(folder, max_model_len)
         if native is not None:

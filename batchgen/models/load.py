@@ -14,9 +14,11 @@ import torch
 
 from batchgen.errors import ModelError, library_errors
 from batchgen.kernels.types import E4M3
+from batchgen.models.architectures import is_encoder
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.checkpoint.folder import ModelFolder
+from batchgen.models.native.config import is_headless
 from batchgen.models.native.decoder import load_native, native_spec
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
@@ -43,6 +45,10 @@ def load_checked(checked: CheckedModel, spec: ModelSpec) -> Model:
         from batchgen.models.library.text import read_transformers_config
 
         library_config, _ = read_transformers_config(checked.folder, checked.max_model_len)
+        if is_encoder(checked.folder.config):
+            from batchgen.models.embed.encoder import load_encoder
+
+            return load_encoder(library_config, spec, checked.folder)
         return load_transformers(library_config, spec, checked.folder, checked.adapters)
 
 
@@ -73,12 +79,17 @@ def checked_spec(
         config, layout = checked.native
         context = config.contexts.chosen(checked.max_model_len)
         spec = native_spec(config, layout, kind, where, context, checked.adapters)
-        return replace(spec, cache_dtype=_CACHE_DTYPES[kv_dtype])
+        generates = not is_headless(checked.folder.config)
+        return replace(spec, cache_dtype=_CACHE_DTYPES[kv_dtype], generates=generates)
     with _named_failures(checked.folder, "build"):
         from batchgen.models.library.load import transformers_spec  # as in load_checked
         from batchgen.models.library.text import read_transformers_config
 
         library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
+        if is_encoder(checked.folder.config):
+            from batchgen.models.embed.encoder import encoder_spec  # as in load_checked
+
+            return encoder_spec(library_config, kind, where, context)
         spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
         return replace(spec, cache_dtype=_CACHE_DTYPES[kv_dtype])
 

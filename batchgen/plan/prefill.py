@@ -23,7 +23,7 @@ from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import BeginOrder
 from batchgen.plan.page_forecast import Candidate
 from batchgen.plan.sequences import SequenceScheduler
-from batchgen.plan.spans import Spans
+from batchgen.plan.spans import PromptSpans, Spans
 from batchgen.plan.step_plan import SequenceStart
 from batchgen.plan.unbegun import UnbegunSamples
 
@@ -109,7 +109,7 @@ class PrefillScheduler:
             if until > low:
                 self._deferred.append((low, min(until, high)))
                 self._pending.push(until, high)
-            elif (candidate := self._admit(low, builder)) is not None:
+            elif not self._exceeds(low, builder) and (candidate := self._admit(low, builder)) is not None:
                 self._pending.push(self._block_manager.subtree_end[low], high)
                 self._advance(self._new_run(low, builder, candidate), builder)
             else:
@@ -158,6 +158,11 @@ class PrefillScheduler:
     def _nothing_in_flight(self) -> bool:
         """Whether no sample or run is in flight, so that waiting would free nothing."""
         return not self._sequences.by_id and not self._slots.reserved and not self._runs
+
+    def _exceeds(self, node_id: int, builder: StepBuilder) -> bool:
+        """Whether a node is a prompt that is computed as a whole, and the step has no room for it."""
+        is_alone = isinstance(self.spans, PromptSpans) and self.spans.alone
+        return is_alone and self._block_manager.end[node_id] > builder.budget
 
     def _admit(self, node_id: int, builder: StepBuilder) -> Candidate | None:
         """The candidate that begins with a node whose parent is complete, if slots and pages suffice; else None."""

@@ -45,6 +45,8 @@ class PromptSpans:
     lengths: npt.NDArray[np.int64]
     """[N] positions of each request's prompt that see one another, from its start; 0: none."""
     exceed_window: bool = True
+    alone: bool = False
+    """Whether nothing else of the requests is computed, so that one whose prompt a step cannot hold is not begun."""
 
     @property
     def longest(self) -> int:

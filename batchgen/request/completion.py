@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from batchgen.errors import ErrorInfo
 
-Dialect = Literal["native", "openai-completions", "openai-chat"]
+Dialect = Literal["native", "openai-completions", "openai-chat", "openai-embeddings", "rerank"]
 """Format of an input row."""
 FinishReason = Literal["stop", "length", "abort", "repetition"]
 """Why a sample ended."""
@@ -32,6 +32,14 @@ class Score:
     """Number of tokens of the text."""
     is_greedy: bool
     """Whether each token is the most likely one at its position."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelScore:
+    """Score of one label, or of a document for a query. Field names are those of the `scores` column of such rows."""
+
+    label: str
+    score: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +156,10 @@ class Completion:
     """[P - logprob_start_len] text of each prompt token."""
     routed_experts: Sequence[int] | None = None
     """[(P + C - 1) * MoE layers * experts per token] flat expert ids."""
-    scores: Sequence[Score] | None = None
-    """One score for each given text of a scoring row."""
+    scores: Sequence[Score] | Sequence[LabelScore] | None = None
+    """One score for each given text of a scoring row, or for each label of a checkpoint with a classification head."""
+    embedding: Sequence[float] | None = None
+    """The embedding of the prompt, a float32 array."""
     score_logprobs: Sequence[float] | None = None
     """Token logprobs of the given texts, concatenated."""
     states: Sequence[StateBlock] | None = None

@@ -29,6 +29,7 @@ from batchgen.request.fields.prompts import (
 )
 from batchgen.request.rows.parser import derive_seed
 from batchgen.request.table.request_table import ParsedRow
+from batchgen.request.tasks import TaskSupport
 from batchgen.text.fit import FillInTheMiddle, Ids, PromptFitter, Truncate, find_fim
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.param_checks import check_params
@@ -151,6 +152,9 @@ class Encoder:
         self.notes: set[str] = set()
         """What users should know of the rows so far."""
         self._separated_once = lru_cache(_MAX_CHECKED)(partial(replace, separate_reasoning=True))
+        self.tasks = TaskSupport()
+        """What the checkpoint offers for rows with a task, set by `FrontEnd`."""
+        self._with_states_once = lru_cache(_MAX_CHECKED)(self._with_states)
         self._fitter = PromptFitter(tokenizer, context_length, truncate, context_reason)
 
     @property
@@ -198,15 +202,40 @@ class Encoder:
         return _Batch(items, texts, ids, refused)
 
     def _add_tools(self, items: list[_Item[_Tag]]) -> dict[int, ErrorInfo]:
-        """Give the rows with tools the parameters that follow from them; returns the errors by place."""
+        """Give rows with tools the parameters that follow from them, and texts to embed what goes in front of them.
+
+        Returns the errors by place.
+        """
         refused = {}
         for place, (tag, row) in enumerate(items):
-            if row is not None and type(prompt := row.prompts[0]) is ChatPrompt and prompt.tools:
+            if row is not None and row.params.embed:
+                try:
+                    items[place] = (tag, self._with_prompt(row))
+                except Exception as error:
+                    refused[place] = row_error(error, "reading the row's prompt")
+            elif row is not None and type(prompt := row.prompts[0]) is ChatPrompt and prompt.tools:
                 try:
                     items[place] = (tag, row._replace(params=params_with_tools(row.params, prompt, self.tools)))
                 except Exception as error:
                     refused[place] = row_error(error, "reading the row's tools")
         return refused
+
+    def _with_prompt(self, row: ParsedRow) -> ParsedRow:
+        """A row to embed whose texts are as the checkpoint expects them."""
+        support, name = self.tasks, row.params.prompt_name
+        front = support.prompt(name)
+        if name is not None and not all(type(prompt) is TextPrompt for prompt in row.prompts):
+            raise invalid("prompt_name", "goes in front of texts; give the prompt as `text`, or leave it out")
+        if not front and not support.files.lower:
+            return row
+        written = str.lower if support.files.lower else str
+        changed = [p._replace(text=written(front + p.text)) if type(p) is TextPrompt else p for p in row.prompts]
+        return row._replace(prompts=tuple(changed))
+
+    def _with_states(self, params: SamplingParams) -> SamplingParams:
+        """The parameters of a row with a task, with the states that it reads."""
+        assert params.task is not None
+        return replace(params, return_hidden_states=self.tasks.states(params.task))
 
     def _finish_batch(self, batch: _Batch[_Tag]) -> Iterator[tuple[_Tag, list[EncodedPrompt] | ErrorInfo | None]]:
         results = zip(batch.texts, batch.ids.result(), strict=True)
@@ -230,6 +259,7 @@ class Encoder:
 
     def _finish_scored_row(self, row: ParsedRow, results: list[tuple[TokenizerInput, Encoded]]) -> list[EncodedPrompt]:
         """Each prompt followed by each of the row's texts to score."""
+        self.tasks.check(None, None)
         ids_to_score = [token for text in row.completions if not isinstance(text, str) for token in text]
         if ids_to_score and max(ids_to_score) >= self._vocab_size:
             raise out_of_range(scored_field(row.completions), max(ids_to_score), self._vocab_size)
@@ -267,7 +297,10 @@ class Encoder:
         return encoded
 
     def _finish_row(self, row: ParsedRow, results: list[tuple[TokenizerInput, Encoded]]) -> list[EncodedPrompt]:
-        params = row.params
+        params, task = row.params, row.params.task
+        self.tasks.check(task, params.dimensions)
+        if task is not None:
+            return self._finish_task(row, results)
         seed = row.seed if row.seed is not None else derive_seed(self._run_seed, row.id)
         if self.reasoning is not None and params.separate_reasoning is None and type(row.prompts[0]) is ChatPrompt:
             params = self._separated_once(params)
@@ -296,6 +329,30 @@ class Encoder:
                 self._limits.check(params.return_hidden_states, params.return_routed_experts, len(fitted), limit)
             embeds, stored = self._embeds(prompt, len(fitted)), self._stored(prompt, fitted, len(fitted))
             encoded.append(EncodedPrompt(index, fitted, limit, seed, chosen, embeds, stored=stored))
+        return encoded
+
+    def _finish_task(self, row: ParsedRow, results: list[tuple[TokenizerInput, Encoded]]) -> list[EncodedPrompt]:
+        """The prompts of a row with a task: texts have what the tokenizer itself puts around them."""
+        params, support, encoded = self._with_states_once(row.params), self.tasks, list[EncodedPrompt]()
+        limit, query = min(support.files.longest or self._context, self._context), list[int]()
+        if params.rerank:
+            (query,) = self._tokenizer.encode_plain([getattr(row.prompts[0], "query", "")])
+        before, between, behind, _ = self._tokenizer.around_pair
+        for index, (prompt, result) in enumerate(zip(row.prompts, results, strict=True)):
+            _, ids = self._known(*result)
+            if not params.rerank:
+                around = self._tokenizer.around if type(prompt) is TextPrompt and not prompt.media else ([], [])
+                (before, behind), between = around, []
+            room = limit - len(before) - len(between) - len(behind)
+            first, ids = self._fitter.fit_task(prompt, ids, room, query)
+            if before or between or behind or first:
+                ids = [*before, *first, *between, *ids, *behind]
+            ids = self._add_bos(row, prompt, ids)
+            if support.separator is not None and list(ids).count(support.separator) > 1 + bool(between):
+                name = self._tokenizer.id_to_token(support.separator)
+                raise invalid(_field_of(row, prompt), f"holds the special token {name}, which ends a text; remove it")
+            embeds, stored = self._embeds(prompt, len(ids)), self._stored(prompt, ids, len(ids))
+            encoded.append(EncodedPrompt(index, ids, 0, 0, params, embeds, stored=stored))
         return encoded
 
     def _stored(self, prompt: Prompt, ids: Ids, end: int) -> Ints | None:
@@ -403,6 +460,10 @@ def _field_of(row: ParsedRow, prompt: Prompt) -> str:
         return "messages"
     if row.dialect == "openai-completions":
         return "prompt"
+    if row.params.rerank:
+        return "documents"
+    if row.dialect == "openai-embeddings":
+        return "input"
     if isinstance(prompt, StoredPrompt):
         return "input_embeds"
     return "text" if isinstance(prompt, TextPrompt) else "input_ids"

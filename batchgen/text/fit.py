@@ -80,6 +80,30 @@ class PromptFitter:
             raise RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
         return list(self._cut(prompt, ids[:start], keep))
 
+    def fit_task(self, prompt: Prompt, ids: Ids, room: int, query: Sequence[int] = ()) -> tuple[Sequence[int], Ids]:
+        """A query and `ids`, truncated to `room` tokens together if they have more and truncation is allowed.
+
+        Of a query and a document the longer one is cut at its end, then both alike.
+
+        Raises:
+            RowError: `context_length_exceeded`, with both numbers.
+        """
+        total = len(query) + len(ids)
+        if total <= room:
+            return query, ids
+        if self._truncate == "none" or room < 1:
+            message = f"the prompt has {total} tokens, and a row of this checkpoint at most {room} next to special ones"
+            remedy = "shorten it, or allow --truncate left or right"
+            raise RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message}; {remedy}")
+        if not query:
+            return query, self._cut(prompt, ids, room)
+        self.truncated += 1
+        least = min(len(query), len(ids))
+        if 2 * least > room:
+            least = room // 2
+        kept = (least, room - least) if len(query) <= len(ids) else (room - least, least)
+        return query[: kept[0]], ids[: kept[1]]
+
     def _cut(self, prompt: Prompt, ids: Ids, keep: int) -> Ids:
         """`ids` cut to `keep` tokens on the side that `truncate` names.
 

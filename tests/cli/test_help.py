@@ -61,7 +61,7 @@ def test_the_names_of_other_systems_are_listed(capsys: pytest.CaptureFixture[str
     assert refused == sorted(refused)
     assert "| `guided_json` | another name of `json_schema` |\n" in text
     for end in (
-        "`verbosity`, `timeout`, `extra_headers`, `extra_query` | accepted in the body of an OpenAI line |\n",
+        "`verbosity`, `input`, `timeout`, `extra_headers`, `extra_query` | accepted in the body of an OpenAI line |\n",
         "`prompt_cache_retention`, `safety_identifier` | carried in the body of an OpenAI line |\n",
         "| `function_call`, `functions` | refused in the body of an OpenAI line, unless it asks for nothing: use",
     ):

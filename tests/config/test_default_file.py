@@ -29,7 +29,7 @@ HARMLESS = {
     *("system", "shard", "carry", "columns", "prompt_template", "served_model_name"),  # texts
     *("truncate", "input_format", "on_bad_row", "on_duplicate_id", "progress", "sampling_defaults"),  # choices
     *("dtype", "device", "attention", "quantization", "kv_dtype", "model_impl", "reasoning", "tool_parser"),
-    *("hidden_states_dtype", "repetition_penalty_scope", "logprobs_mode"),
+    *("hidden_states_dtype", "repetition_penalty_scope", "logprobs_mode", "pooling", "normalize"),
     *("chat", "strict_fields", "include_source", "include_prompt", "include_prompt_ids", "retry_errors", "dry_run"),
     *("any_model", "lenient_schemas", "dedup", "deterministic", "chat_template_name", "ignore_template_options"),
 }

@@ -18,6 +18,7 @@ from batchgen.cli.help import TOPICS, page_path, summary_of
 from batchgen.demo import adapter_path, model_path
 from tests.docs.command_server import write_clients
 from tests.docs.snippets import run_snippet, snippets_of
+from tests.models.tiny_encoders import add_modules, save_encoder, save_scorer
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -52,6 +53,9 @@ def _has_snippets(page: Path) -> bool:
 def test_the_snippets_run(page: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "Qwen3-0.6B").symlink_to(model_path())
     shutil.copytree(adapter_path(), tmp_path / "adapter")
+    if page.stem == "embeddings":
+        add_modules(save_encoder("bert", tmp_path / "all-MiniLM-L6-v2"), {"pooling_mode": "mean"}, "Normalize")
+        save_scorer("bert", tmp_path / "ms-marco-MiniLM-L6-v2", labels=1)
     lines = PROMPTS.read_text(encoding="utf-8").splitlines(keepends=True)
     (tmp_path / "prompts.jsonl").write_text("".join(lines[:3]), encoding="utf-8")
     for snippet in snippets_of(page):

@@ -24,7 +24,7 @@ LINES: list[dict[str, Any]] = [
     },
     {"custom_id": 17, "body": {"model": "gpt-4o-mini", "messages": ASK, "n": 1.0}},
     {"custom_id": "c", "body": {"messages": [{**ASK[0], "name": None, "tool_calls": []}], "service_tier": "flex"}},
-    {"custom_id": 18, "method": "POST", "url": "/v1/embeddings", "body": {"model": "gpt-4o-mini", "input": "a"}},
+    {"custom_id": 18, "method": "POST", "url": "/v1/responses", "body": {"model": "gpt-4o-mini", "input": "a"}},
 ]
 LIMIT = ["--max-new-tokens", "3", "--temperature", "0", "--no-dedup"]
 

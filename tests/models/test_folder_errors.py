@@ -123,7 +123,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         "quokka needs code from its folder",
     ),
     "not a language model": (
-        configure(architectures=["LlamaForSequenceClassification"]),
+        configure(architectures=["LlamaForTokenClassification"]),
         "not a causal language model",
     ),
     "encoder-decoder": (configure(model_type="t5", is_encoder_decoder=True), "t5 is an encoder-decoder"),

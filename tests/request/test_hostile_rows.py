@@ -139,7 +139,7 @@ HOSTILE: list[Hostile] = [
     # batch lines
     ({**line(), "method": "GET"}, "invalid_field", "method"),
     ({**line(), "method": ["POST"]}, "invalid_field", "method"),
-    ({**line(), "url": "/v1/embeddings"}, "unsupported_field", "url"),
+    ({**line(), "url": "/v1/responses"}, "unsupported_field", "url"),
     ({**line(), "url": "/v1/other"}, "invalid_field", "url"),
     ({**line(), "url": ""}, "invalid_field", "url"),
     ({**line(), "url": "/etc/completions"}, "invalid_field", "url"),

@@ -78,7 +78,7 @@ ORDINARY = words(
     """idx ids index label labels answer answers source score scores split subset category language lang title topic
     question reference references output target context content name date author url tags type status level
     difficulty choices completed tokens num_tokens n_tokens token_ids message user metadata meta query passage
-    documents image format system_id model_name prompt_id text_id N n_shots stopwords seed_id top mode embed
+    documents image format system_id model_name prompt_id text_id N n_shots stopwords seed_id top mode
     stop_id rep_id sample_ids num_turns no_answer user_prompt output_text model_size
     store task prefix rationale chosen rejected year price weight step steps batch worker ID Id Text Prompt"""
 )

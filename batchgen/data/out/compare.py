@@ -14,7 +14,7 @@ import pyarrow.types as pat
 
 from batchgen.data.read.selection import smallest_hashes
 from batchgen.data.results_file import StoredTable, open_parquet
-from batchgen.data.schema import SCHEMA
+from batchgen.data.schema import ASKED, SCHEMA
 
 Row = Mapping[str, Any]
 
@@ -23,8 +23,9 @@ _NOT_COMPARED = {
     *("request_hash", "prompt", "prompt_ids", "extra"),
 }
 """Columns that depend on the job rather than on the row's result."""
-_COMPARED = tuple(field.name for field in SCHEMA if field.name not in _NOT_COMPARED and field.name != "output_ids")
-_TYPES = {field.name: field.type.value_type if pat.is_list(field.type) else field.type for field in SCHEMA}
+_FIELDS = (*SCHEMA, ASKED["embedding"])
+_COMPARED = tuple(field.name for field in _FIELDS if field.name not in _NOT_COMPARED and field.name != "output_ids")
+_TYPES = {field.name: field.type.value_type if pat.is_list(field.type) else field.type for field in _FIELDS}
 _NUMERIC = frozenset(name for name, kind in _TYPES.items() if pat.is_floating(kind))
 
 
@@ -78,7 +79,7 @@ def compare(recorded: Sequence[Row], replayed: Sequence[Row]) -> Difference | No
             pair = (_at(old["output_ids"], position), _at(new["output_ids"], position))
             first_token = first_token or {"sample": key, "position": position, "tokens": pair}
         for name in _COMPARED:
-            if old[name] != new[name]:
+            if old.get(name) != new.get(name):
                 columns[name] = None
                 # After a different token the numbers are those of another text.
                 if name in _NUMERIC and position is None:

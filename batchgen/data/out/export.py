@@ -175,14 +175,14 @@ def _count_batch_line(body: Mapping[str, Any], totals: Totals) -> None:
         totals.rows_error += 1
         totals.errors[body["error"]["code"]] += 1
         return
-    usage = body["usage"]
+    usage = {"completion_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0}} | body["usage"]
     details = usage.get("completion_tokens_details", {})
     dropped = details.get("dropped_tokens", 0)
     totals.completion_tokens += usage["completion_tokens"] - dropped
     totals.dropped_tokens += dropped
     totals.copied_tokens += details.get("copied_tokens", 0)
     totals.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
-    for choice in body["choices"]:
+    for choice in body.get("choices", ()):
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         scored = "scores" in choice
         _count_answer(totals, finish_reason(choice), None if scored else text, choice.get("constraint_ok"))

@@ -20,7 +20,7 @@ from batchgen.data.lines import is_lines, line_files, line_mark
 from batchgen.data.out.view import read_errors
 from batchgen.data.results_file import DamagedFile, StoredTable, open_parquet, read_footer
 from batchgen.data.row_shapes import RowShapes
-from batchgen.data.schema import KEY_COLUMNS, SCHEMA, STATES_CONTENTS
+from batchgen.data.schema import ASKED, KEY_COLUMNS, SCHEMA, STATES_CONTENTS
 from batchgen.data.store.committed import checked_keys, doubled_parts
 from batchgen.data.store.work_folder import output_paths
 from batchgen.data.store.work_parts import part_files
@@ -111,7 +111,8 @@ def _check_results(table: StoredTable, run: Mapping[str, Any], finding: Finding)
     problems, nulls = finding.problems, Counter[str]()
     if not table.has_checksums:
         finding.notes.append(_OLD)
-    wrong = [f.name for f in SCHEMA if f.name in table.schema.names and table.schema.field(f.name).type != f.type]
+    types = {field.name: (field.type, ASKED.get(field.name, field).type) for field in (*ASKED.values(), *SCHEMA)}
+    wrong = [f.name for f in table.schema if all(f.type != known for known in types.get(f.name, (f.type,)))]
     missing = [name for name in (*_NEVER_NULL, "error") if name not in table.schema.names]
     if wrong or missing:
         problems.append(f"wrong columns: {', '.join([*missing, *wrong])}")

@@ -17,7 +17,7 @@ from batchgen.data.durable_files import write_durably
 from batchgen.data.files import exists, make_durably, remove_file, rename, size_of, sync_folder
 from batchgen.data.out.merge_sort import MEMORY_BYTES, ResultWriter, merge_sort
 from batchgen.data.results_file import DamagedFile, open_parquet, parquet_writer
-from batchgen.data.schema import KEY_COLUMNS, results_schema, with_footer
+from batchgen.data.schema import KEY_COLUMNS, with_footer
 from batchgen.data.states import states_part
 from batchgen.data.states_result import write_states_result
 from batchgen.data.store.committed import Committed, intact_parts
@@ -75,7 +75,7 @@ def finish(
     # In the other format nothing keeps the results file, so it stays in the folder of temporary files.
     paths = work.paths if publish is None else replace(work.paths, result=work.scratch / "whole.parquet")
     try:
-        write_output(paths, rows, footer, results_schema(work.identity.carried), work, memory_bytes, max_bytes)
+        write_output(paths, rows, footer, work.schema, work, memory_bytes, max_bytes)
     except DamagedFile as problem:
         work.set_part_aside(problem.path, problem)
         work.check_none_aside()

@@ -14,10 +14,17 @@ from batchgen.data.durable_files import refuse_existing
 from batchgen.data.files import exists, files_in, followed, is_file, is_folder, same_file
 from batchgen.data.lines import is_lines
 from batchgen.data.out.finish import CommittedRows, write_output
-from batchgen.data.out.merge_jobs import check_same_columns, check_same_options, merge_jobs, merged_record, scratch_work
+from batchgen.data.out.merge_jobs import (
+    check_same_columns,
+    check_same_options,
+    merge_jobs,
+    merged_record,
+    schema_of,
+    scratch_work,
+)
 from batchgen.data.out.view import Results, read_errors
 from batchgen.data.results_file import open_parquet, read_footer, refuse_columns
-from batchgen.data.schema import STATES_CONTENTS
+from batchgen.data.schema import ASKED, STATES_CONTENTS
 from batchgen.data.states import write_states_part
 from batchgen.data.states_result import records_of_result
 from batchgen.data.store.committed import Committed, read_keys
@@ -25,6 +32,8 @@ from batchgen.data.store.job_changes import changes, describe_changes
 from batchgen.data.store.work_folder import OutputPaths, RunIdentity, belongs_to, output_paths
 from batchgen.data.store.work_parts import part_files
 from batchgen.errors import ErrorCode, FingerprintError, InputError, OutputError, UsageError
+
+_LABELLED = ASKED["scores"].type
 
 
 def refuse_duplicate_ids(files: Sequence[Path], *, whole_jobs: bool = False) -> None:
@@ -126,8 +135,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
         for file, part in zip(states, state_parts, strict=True):
             with read_errors():
                 write_states_part(part, records_of_result(file))
-        with open_parquet(files[0]) as first:
-            schema = first.schema.remove_metadata()
+        schema = max(map(schema_of, files), key=lambda schema: (len(schema), schema.field("scores").type == _LABELLED))
         numbers = [np.unique(read_keys([file]).row_index) for file in files]
         footer = merged_record(footers, numbers, len(keys)) | {"merged_shards": len(files)}
         write_output(paths, CommittedRows(files, keys, state_parts), footer, schema, work)

@@ -68,9 +68,9 @@ def check_same_columns(files: Sequence[Path]) -> None:
         UsageError: two files differ in a column.
         InputError: a file cannot be read.
     """
-    first = _schema(files[0])
+    first = schema_of(files[0])
     for file in files[1:]:
-        own = _schema(file)
+        own = schema_of(file)
         for name in dict.fromkeys([*first.names, *own.names]):
             types = [str(schema.field(name).type) if name in schema.names else "missing" for schema in (first, own)]
             if types[0] != types[1]:
@@ -80,7 +80,8 @@ def check_same_columns(files: Sequence[Path]) -> None:
                 )
 
 
-def _schema(file: Path) -> pa.Schema:
+def schema_of(file: Path) -> pa.Schema:
+    """The columns of a results file."""
     with open_parquet(file) as table:
         return table.schema.remove_metadata()
 
@@ -113,7 +114,7 @@ def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Pa
         numbered = [np.arange(len(its)) + start for its, start in zip(rows, starts, strict=False)]
         footer = merged_record(footers, numbered, len(keys)) | _of_jobs(footers) | {"fingerprint": fingerprint}
         footer.pop("merged_shards", None)
-        write_output(paths, CommittedRows(parts, keys, states), footer, _schema(files[0]), work)
+        write_output(paths, CommittedRows(parts, keys, states), footer, schema_of(files[0]), work)
         return len(keys)
 
 
@@ -140,7 +141,7 @@ def _renumbered_copy(file: Path, part: Path, rows: Rows, start: int) -> None:
     first = first_of_prompt(keys.row_index, keys.prompt_index)
     row, prompt = keys.row_index[first], keys.prompt_index[first]
     moved = prompts_of(np.searchsorted(rows, row) + start, prompt)
-    schema = _schema(file)
+    schema = schema_of(file)
     fill = partial(_renumber_leaders, rows=rows, start=start)
     copy_rows(Moves(file, prompts_of(row, prompt), moved), part, lambda states: schema, fill)
 

@@ -180,11 +180,15 @@ def _cast_to_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """The table with the columns of `schema`: parts written before a change of `--carry` may lack carried ones."""
     if table.schema.equals(schema):
         return table
-    columns = [
-        table[field.name].cast(field.type) if field.name in table.schema.names else pa.nulls(len(table), field.type)
-        for field in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
+    return pa.Table.from_arrays([column_as(table, field) for field in schema], schema=schema)
+
+
+def column_as(table: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
+    """The column of a field, null where the table lacks it or has only nulls."""
+    column = table[field.name] if field.name in table.schema.names else None
+    if column is None or column.null_count == len(column):
+        return pa.nulls(len(table), field.type)
+    return column.cast(field.type)
 
 
 def _write_sorted(table: pa.Table, order: npt.NDArray[np.int64], writer: ResultWriter) -> None:

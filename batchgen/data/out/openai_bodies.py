@@ -1,4 +1,5 @@
-"""Conversion of output rows to lines of OpenAI's batch output: `text_completion`, `chat.completion` and errors.
+"""Conversion of output rows to lines of OpenAI's batch output: `text_completion`, `chat.completion`, lists of
+embeddings, the results of a rerank endpoint, and errors.
 
 Pure functions from rows of a results file to JSON values. Values that those endpoints do not have are mapped to the
 nearest one, as documented in `batchgen help export`.
@@ -8,9 +9,12 @@ from __future__ import annotations
 
 import codecs
 import math
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import numpy as np
 
 from batchgen.data.lines import line_digest
 from batchgen.data.row_shapes import RowShape
@@ -63,7 +67,7 @@ def batch_line(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], pie
     digest = line_digest(run["fingerprint"], first["row_index"])
     failed = next((row["error"] for row in rows if row["error"] is not None), None)
     if failed is None:
-        status, body = 200, _body(rows, shape, run, piece, digest)
+        status, body = 200, _list_body(rows, run, digest) or _body(rows, shape, run, piece, digest)
     else:
         status, body = _error(failed)
     response = {"status_code": status, "request_id": f"req_{digest}", "body": body}
@@ -75,6 +79,31 @@ def _error(error: Mapping[str, Any]) -> tuple[int, Any]:
     error_type = "server_error" if is_server_error else "invalid_request_error"
     body = {"message": error["message"], "type": error_type, "param": error["param"], "code": error["code"]}
     return 500 if is_server_error else 400, {"error": body}
+
+
+def _list_body(rows: Sequence[Row], run: Mapping[str, Any], digest: str) -> dict[str, Any] | None:
+    """The body of a batch line to embed or to rank documents; None for any other."""
+    asked = read_json(rows[0]["extra"]).get("body", {}) if rows[0]["extra"] else {}
+    about, usage = {"model": _model_name(run)}, _usage(rows)
+    if rows[0].get("embedding") is not None:
+        base64 = asked.get("encoding_format") == "base64"
+        values = (_encoded(row["embedding"]) if base64 else row["embedding"] for row in rows)
+        data = [{"object": "embedding", "index": at, "embedding": value} for at, value in enumerate(values)]
+        counts = {name: usage[name] for name in ("prompt_tokens", "total_tokens")}
+        return {"object": "list", "data": data, **about, "usage": counts}
+    if not rows[0]["scores"] or "score" not in rows[0]["scores"][0]:
+        return None
+    ranked = sorted(
+        ({"index": at, "relevance_score": row["scores"][0]["score"]} for at, row in enumerate(rows)),
+        key=lambda result: -result["relevance_score"],
+    )
+    counts = {"total_tokens": usage["total_tokens"]}
+    return {"id": f"rerank-{digest}", **about, "usage": counts, "results": ranked[: asked.get("top_n")]}
+
+
+def _encoded(embedding: Sequence[float]) -> str:
+    """Little-endian float32 as base64."""
+    return b64encode(np.asarray(embedding, "<f4").tobytes()).decode()
 
 
 def _body(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], piece: PieceLookup, digest: str) -> Any:
@@ -122,7 +151,7 @@ def finish_reason(choice: Mapping[str, Any]) -> str:
 
 def _scores(row: Row) -> dict[str, Any]:
     """Scores and flat token logprobs of the scored texts; an extension, since those endpoints have no scoring."""
-    return {"scores": row["scores"], "score_logprobs": [_finite(logprob) for logprob in row["score_logprobs"]]}
+    return {"scores": row["scores"], "score_logprobs": [_finite(logprob) for logprob in row["score_logprobs"] or ()]}
 
 
 def _stop_reason(row: Row) -> str | None:

@@ -29,7 +29,6 @@ from batchgen.data.schema import (
     VERSION_KEY,
     OutputRow,
     completions_to_table,
-    results_schema,
 )
 from batchgen.data.states import records_of, states_part, write_states_part
 from batchgen.data.store.output_budget import OutputBudget
@@ -45,7 +44,7 @@ _PART_BYTES = 64 << 20
 """Bytes at which a part is committed, however few its rows. `add` waits while this much is buffered, so that at most
 one such part is being written and one buffered, however slow the disk is."""
 
-_LISTS = attrgetter(*(field.name for field in SCHEMA if pat.is_list(field.type)))
+_LISTS = attrgetter("embedding", *(field.name for field in SCHEMA if pat.is_list(field.type)))
 """Getter of a completion's list columns."""
 
 
@@ -228,7 +227,7 @@ class PartWriter:
         if self.before_part is not None:
             self.before_part()
         path = self.next_part()
-        rows, table = _writable(rows, self._work.identity.carried)
+        rows, table = _writable(rows, self._work)
         count = sum(len(row.completion.states or ()) for row in rows)
         states_bytes = 0
         if count:
@@ -250,25 +249,23 @@ class PartWriter:
 def part_schema(work: WorkFolder, states: int = 0) -> pa.Schema:
     """The schema of a part, with footer keys: the job's fingerprint, the work's state, the number of state records."""
     keys = {VERSION_KEY: SCHEMA_VERSION.encode(), FINGERPRINT_KEY: work.identity.key.encode(), **state_copy(work.state)}
-    return results_schema(work.identity.carried).with_metadata(
-        keys | ({STATES_KEY: str(states).encode()} if states else {})
-    )
+    return work.schema.with_metadata(keys | ({STATES_KEY: str(states).encode()} if states else {}))
 
 
-def _writable(rows: list[OutputRow], carried: Sequence[pa.Field]) -> tuple[list[OutputRow], pa.Table]:
+def _writable(rows: list[OutputRow], work: WorkFolder) -> tuple[list[OutputRow], pa.Table]:
     """Whole groups and their table; a group that cannot be converted is replaced by its row's error."""
     try:
-        return rows, _table(rows, carried)
+        return rows, _table(rows, work)
     except Exception as error:
         row_error(error, "writing the row")  # raises what is not a row's
     groups = [list(group) for _, group in groupby(rows, lambda row: row.completion.key[:2])]
-    tables = apart(groups, lambda several: [_table(group, carried) for group in several], "writing the row")
+    tables = apart(groups, lambda several: [_table(group, work) for group in several], "writing the row")
     kept = [
         [_failed(group[0], table)] if isinstance(table, ErrorInfo) else group
         for group, table in zip(groups, tables, strict=True)
     ]
     rows = [row for group in kept for row in group]
-    return rows, _table(rows, carried)
+    return rows, _table(rows, work)
 
 
 def _failed(row: OutputRow, error: ErrorInfo) -> OutputRow:
@@ -277,12 +274,13 @@ def _failed(row: OutputRow, error: ErrorInfo) -> OutputRow:
     return OutputRow(Completion(done.row_index, done.prompt_index, error=error, seed=done.seed), row.id)
 
 
-def _table(rows: list[OutputRow], carried: Sequence[pa.Field]) -> pa.Table:
+def _table(rows: list[OutputRow], work: WorkFolder) -> pa.Table:
+    carried = work.identity.carried
     if not carried:
-        return completions_to_table(rows)
-    plain = completions_to_table([replace(row, extra=None) for row in rows])
+        return completions_to_table(rows, work.asked)
+    plain = completions_to_table([replace(row, extra=None) for row in rows], work.asked)
     columns = carried_columns([row.extra for row in rows], carried)
-    return pa.Table.from_arrays([*plain.columns, *columns], schema=results_schema(carried))
+    return pa.Table.from_arrays([*plain.columns, *columns], schema=work.schema)
 
 
 def _row_bytes(row: OutputRow) -> int:

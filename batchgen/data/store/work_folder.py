@@ -27,7 +27,7 @@ from batchgen.config.urls import RemotePath
 from batchgen.data.files import exists, files_in, followed, remove_if_empty, remove_tree
 from batchgen.data.lines import is_lines, lines_of_job
 from batchgen.data.results_file import DamagedFile, intact_footer, read_footer
-from batchgen.data.schema import STATES_CONTENTS
+from batchgen.data.schema import STATES_CONTENTS, Asked, results_schema
 from batchgen.data.states import states_part
 from batchgen.data.store.damage import Note, damaged_folder, ignore, set_aside
 from batchgen.data.store.lock import HELD_NAME, LOCK_NAME, RunLock
@@ -140,6 +140,8 @@ class WorkFolder:
         """The folder of features of images and sounds; exists only if rows have any."""
         self.states = paths.work / "states"
         """The folder of committed hidden states; exists only if rows return them."""
+        self.asked: Asked = ()
+        """Columns that follow from what the job's rows ask for, set when they are read."""
         self._lock = lock
         self._aside: list[Path] = []
 
@@ -147,6 +149,11 @@ class WorkFolder:
     def foreign(self) -> list[Path]:
         """New names of what was found in the folder and is not ours."""
         return self._lock.foreign
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of the results."""
+        return results_schema(self.identity.carried, self.asked)
 
     def part_files(self) -> list[Path]:
         """Committed parts, in order."""

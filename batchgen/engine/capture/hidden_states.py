@@ -79,7 +79,9 @@ class HiddenStateCollector:
     def __init__(self, workload: JobWorkload, spec: ModelSpec, *, exact: bool) -> None:
         """`exact`: return means in float32 instead of rounding them to the model's dtype."""
         table = workload.table
-        self._needs_by_params = [StateNeeds(p.return_hidden_states, p.return_routed_experts) for p in table.params]
+        self._needs_by_params = needs = [
+            StateNeeds(p.return_hidden_states, p.return_routed_experts) for p in table.params
+        ]
         self._params_id = table.params_id.data
         self._exact = exact
         self._hidden = spec.hidden_size
@@ -89,7 +91,8 @@ class HiddenStateCollector:
         self._experts = any(needs.experts for needs in self._needs_by_params)
         by_params = np.array([w.prompt != "none" or w.experts for w in self._needs_by_params], np.bool_)
         asking = by_params[table.params_id] & (workload.samples > 0)
-        lengths = np.where(asking, np.diff(table.offsets), 0)
+        firsts = table.by_params([w.states is not None and w.states.pool == "first" for w in needs], np.bool_)
+        lengths = np.where(asking, np.where(firsts, 1, np.diff(table.offsets)), 0)
         self._buffers = NodeBuffers(workload.tree, np.zeros_like(lengths), lengths)
         self._masks = _node_masks(workload, [self._need_mask(w) for w in self._needs_by_params], asking)
         self._needs = cache(self._node_needs)
@@ -290,7 +293,8 @@ class HiddenStateCollector:
                 total += rows.arrays[f"sum {layer}"].astype(np.float64, copy=False)
             count = len(sample.request.prompt_ids) + max(0, count - 1) * (sample.needs.output == "sum")
         mean = torch.from_numpy(total / count if count else np.full_like(total, np.nan))[None]  # [1, H]
-        rounded = mean.float() if self._exact else mean.to(self._layer_dtypes[layer]).float()
+        exact = self._exact or sample.request.params.task is not None
+        rounded = mean.float() if exact else mean.to(self._layer_dtypes[layer]).float()
         return rounded.numpy()
 
     def _need_mask(self, needs: StateNeeds) -> int:

@@ -34,7 +34,10 @@ class StateNeeds:
 
     @property
     def prompt(self) -> Literal["none", "rows", "sum"]:
-        """What is stored of the prompt's states. The last prompt token's state is that of the first output token."""
+        """What is stored of the prompt's states. The last prompt token's state is that of the first output token.
+
+        Of those of `pool: first`, the first row is.
+        """
         if self.states is None or self.states.tokens in ("output", "last") or self.states.pool == "last":
             return "none"
         return "sum" if self.states.pool == "mean" else "rows"
@@ -47,6 +50,8 @@ class StateNeeds:
         tokens, pool = self.states.tokens, self.states.pool
         if tokens == "prompt":
             return "first" if pool == "last" else "none"
+        if pool == "first" and tokens != "last":
+            return "first" if tokens == "output" else "none"
         if tokens == "last" or pool == "last":
             return "last"
         return "sum" if pool == "mean" else "every"

@@ -21,7 +21,7 @@ from batchgen.engine.settings import EngineResources, LoopSettings
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import ErrorInfo, row_error
 from batchgen.kernels.ops import Ops
-from batchgen.request.completion import CachedTokens, Completion, Score
+from batchgen.request.completion import CachedTokens, Completion, LabelScore, Score, StateBlock
 from batchgen.request.fields.params import SamplingParams
 from batchgen.request.table.request_table import Request
 from batchgen.text.reasoning import ReasoningState
@@ -229,7 +229,7 @@ class OpenPrompts:
         self._model = model
         self._tokenizer = resources.tokenizer
         self._grammars = resources.grammars
-        self._reasoning = resources.reasoning
+        self._reasoning, self._heads = resources.reasoning, resources.heads
         self._repeat_span = settings.repeat_span
         self._streams = streams
         self._rules = RulesCache(resources.tokenizer, spec.vocab_size, settings.repetition_scope, resources.device)
@@ -306,12 +306,25 @@ class OpenPrompts:
                 blocks, routed = states.finish(number, len(done.output_ids or ()))
                 # A numpy array is used like a sequence of ints.
                 done = replace(done, states=blocks, routed_experts=routed)  # type: ignore[arg-type]
+                if blocks is not None and request.params.task is not None:
+                    done = self._with_task(request, done, blocks[0])
         except Exception as error:
             sequence.fail(info := row_error(error, "finishing the text"))
             done = Completion(request.row_index, request.prompt_index, index, error=info, seed=request.seed)
         if states is not None and done.error is not None:
             states.drop(number)
         return done
+
+    def _with_task(self, request: Request, done: Completion, block: StateBlock) -> Completion:
+        """The completion of a row with a task, given the states that it reads."""
+        assert self._heads is not None, "made for jobs with such rows"
+        params, values = request.params, replace(done, states=None, text=None, output_ids=None, seed=None)
+        if params.embed:
+            found = self._heads.embedding(block.values, len(request.prompt_ids), params.dimensions)
+            return replace(values, embedding=found)  # type: ignore[arg-type]  # a numpy array is used like a sequence
+        scores = [LabelScore(*pair) for pair in self._heads.scores(block.values, rerank=params.rerank)]
+        best = None if params.rerank else max(scores, key=lambda each: each.score).label
+        return replace(values, text=best, scores=scores)
 
     def fail(
         self, request: Request, error: ErrorInfo, started: dict[int, Sequence], *, unstarted: bool

@@ -25,7 +25,7 @@ Record = Mapping[str, Any]
 
 _LISTED = [
     *("row_index", "prompt_index", "sample_index", "id", "status", "finish_reason", "error"),
-    *("text", "tool_calls", "scores"),
+    *("text", "tool_calls", "scores", "embedding"),
 ]
 _LIST_ITEMS = 16
 _ID_WIDTH = 24
@@ -173,10 +173,15 @@ def _message(row: Record) -> str:
         return str(row["error"]["message"])
     if row.get("scores") is not None:
         return "; ".join(map(_score, row["scores"]))
+    if row.get("embedding") is not None:
+        first = ", ".join(f"{number:.4g}" for number in row["embedding"][:4])
+        return f"{len(row['embedding'])} numbers: {first}, ..."
     return " ".join(filter(None, (row["text"], _calls(row.get("tool_calls")))))
 
 
 def _score(score: Record) -> str:
+    if "label" in score:
+        return f"{score['label']} {score['score']:.6g}"
     greedy = ", greedy" if score["is_greedy"] else ""
     return f"sum {score['sum']:.6g}, mean {score['mean']:.6g}, {score['tokens']} tokens{greedy}"
 

@@ -16,7 +16,7 @@ from batchgen.data.out.merge_jobs import is_merged
 from batchgen.data.out.view import Results
 from batchgen.data.read.input_files import FoundInput, find_inputs
 from batchgen.data.read.input_set import InputSet, open_inputs
-from batchgen.data.schema import OutputRow, completions_to_table
+from batchgen.data.schema import OutputRow, asked_columns, completions_to_table
 from batchgen.engine.engine import Engine
 from batchgen.errors import FingerprintError, InputError, UsageError
 from batchgen.job.preflight import CheckedJob, check_engine_model, reserved_paths
@@ -189,7 +189,8 @@ def _replay(engine: Engine, setup: Setup, raw: RawRow, recorded: list[dict[str, 
     if failed is not None:
         return f"differs: the row fails now: {failed.message}"
     done.sort(key=lambda completion: completion.key)
-    replayed = completions_to_table([OutputRow(completion, row_id) for completion in done]).to_pylist()
+    asked = asked_columns(params.task for params in table.params)
+    replayed = completions_to_table([OutputRow(completion, row_id) for completion in done], asked).to_pylist()
     return _verdict(compare(recorded, replayed))
 
 

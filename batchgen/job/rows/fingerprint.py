@@ -30,6 +30,8 @@ RESULT_OPTIONS = (
     "lenient_schemas",
 )
 """Options of the engine that change the results of every row."""
+POOLING = ("pooling", "normalize")
+"""Options of the engine that change embeddings."""
 _ENGINE_FIELDS = ("max_model_len", "seed", "dedup", *RESULT_OPTIONS)
 _RUN_FIELDS = (
     "sampling_defaults",
@@ -71,12 +73,14 @@ def _options(setup: Setup) -> dict[str, Any]:
     news = {
         "quantization": rounding if rounding != "none" else None,
         "kv_dtype": config.engine.kv_dtype if config.engine.kv_dtype != "auto" else None,
+        "pooling": config.engine.pooling if config.engine.pooling != "auto" else None,
         "clock": config.engine.clock,  # the creation time of the job, the default, cannot identify it
         "input_format": config.input_format if config.input_format != AUTO_FORMAT else None,
         **{name: getattr(config.engine, name) for name in ("chat_template_name", "ignore_template_options")},
         **{name: getattr(config, name) for name in _NEW_FIELDS},
     }
-    return options | {name: value for name, value in news.items() if value}
+    options |= {name: value for name, value in news.items() if value}
+    return options | ({} if config.engine.normalize is None else {"normalize": config.engine.normalize})
 
 
 def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:

@@ -23,7 +23,7 @@ from batchgen.data.schema import OutputRow
 from batchgen.data.store.committed import first_of_prompt
 from batchgen.data.store.reuse import Prompts, prompts_of
 from batchgen.errors import row_error
-from batchgen.job.rows.fingerprint import RESULT_OPTIONS
+from batchgen.job.rows.fingerprint import POOLING, RESULT_OPTIONS
 from batchgen.job.rows.ingest import RowTexts
 from batchgen.job.setup import Setup
 from batchgen.models.check import CheckedModel
@@ -35,6 +35,7 @@ from batchgen.request.table.request_table import RequestTable
 
 MODEL_FACTS: Final = ("config_digest", "weights", "tokenizer_digest", "eos_ids", "dtype", "implementation")
 """What of a model's identity changes the result of every row."""
+_OPTIONAL_FACTS: Final = ("reasoning", "processor_digest", "sentence_files")
 _DEFAULTS: Final = asdict(SamplingParams())
 _BYTES: Final = 8
 _NUMBERS: Final = Struct("<qii")
@@ -50,10 +51,13 @@ def environment(setup: Setup) -> dict[str, Any]:
     settings = {f"model {name}": facts[name] for name in MODEL_FACTS}
     settings |= {f"--{name.replace('_', '-')}": getattr(config.engine, name) for name in RESULT_OPTIONS}
     # Left out otherwise, for equal hashes with older versions.
-    settings |= {f"model {name}": facts[name] for name in ("reasoning", "processor_digest") if name in facts}
+    settings |= {f"model {name}": facts[name] for name in _OPTIONAL_FACTS if name in facts}
     settings["--quantization"] = setup.spec.numbers.rounding  # "auto" is one of the other ways to compute
     if config.engine.kv_dtype != "auto":
         settings["--kv-dtype"] = config.engine.kv_dtype
+    settings |= {
+        f"--{name}": value for name in POOLING if (value := getattr(config.engine, name)) not in ("auto", None)
+    }
     settings["--include-prompt-ids"] = config.include_prompt_ids
     if _context_changes_positions(setup.model):
         settings["--max-model-len"] = config.engine.max_model_len

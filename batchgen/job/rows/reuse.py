@@ -15,9 +15,10 @@ import pyarrow as pa
 from batchgen.data.carry import carried_columns
 from batchgen.data.files import exists, resolved
 from batchgen.data.lines import is_lines
+from batchgen.data.out.merge_sort import column_as
 from batchgen.data.out.view import open_results
 from batchgen.data.results_file import DamagedFile, keeps_rows, read_footer
-from batchgen.data.schema import KEY_COLUMNS, SCHEMA, results_schema
+from batchgen.data.schema import KEY_COLUMNS, results_schema
 from batchgen.data.store.committed import Committed, checked_keys, find_prompts, first_of_prompt
 from batchgen.data.store.parts import PartWriter, part_schema
 from batchgen.data.store.reuse import Moves, copy_rows, find_moves, has_hashes
@@ -105,7 +106,7 @@ class Reuse:
             InputError: a file is damaged.
             OutputError: a part cannot be written.
         """
-        fill = partial(_fill, rows=rows, workload=workload, carried=work.identity.carried)
+        fill = partial(_fill, rows=rows, workload=workload, work=work)
         for moves in self.moves:
             part = writer.next_part()
             copy_rows(moves, part, lambda states: part_schema(work, states), fill, lambda row: rows.texts[row][0])
@@ -130,8 +131,9 @@ def find_reuse(hashes: RequestHashes, rows: Ingested, committed: Committed, file
     return Reuse(moves, done)
 
 
-def _fill(table: pa.Table, *, rows: Ingested, workload: JobWorkload, carried: Sequence[pa.Field]) -> pa.Table:
+def _fill(table: pa.Table, *, rows: Ingested, workload: JobWorkload, work: WorkFolder) -> pa.Table:
     """Rows of another job with this job's ids, carried fields, prompt texts, `dedup_of` and `cached_tokens`."""
+    carried, fields = work.identity.carried, results_schema((), work.asked)
     index, prompt, sample = (table[name].to_numpy() for name in KEY_COLUMNS)
     request, ends = _requests(workload, index, prompt)
     texts = [rows.texts[row] for row in index.tolist()]
@@ -155,9 +157,10 @@ def _fill(table: pa.Table, *, rows: Ingested, workload: JobWorkload, carried: Se
         "extra": pa.nulls(len(table)) if carried else extras,
     }
     columns = [
-        pa.array(changed[field.name], field.type) if field.name in changed else table[field.name] for field in SCHEMA
+        pa.array(changed[field.name], field.type) if field.name in changed else column_as(table, field)
+        for field in fields
     ]
-    return pa.table([*columns, *carried_columns(extras, carried)], schema=results_schema(carried))
+    return pa.table([*columns, *carried_columns(extras, carried)], schema=work.schema)
 
 
 def _requests(

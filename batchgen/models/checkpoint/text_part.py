@@ -56,6 +56,11 @@ def is_packed(config: Mapping[str, Any]) -> bool:
     return is_nested(config) or any(isinstance(config.get(key), dict) for key in _TOWERS)
 
 
+def has_scores(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has a head that scores sequences."""
+    return any(str(cls).endswith("ForSequenceClassification") for cls in config.get("architectures") or ())
+
+
 @dataclass(frozen=True, slots=True)
 class TextTensors:
     """Places of the tensors of a causal language model in a checkpoint."""

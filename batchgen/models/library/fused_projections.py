@@ -7,6 +7,7 @@ changed, and each output element is the same dot product as before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -20,8 +21,8 @@ _GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class _Stack:
     """Product of several stacked projections, with its result until every projection has read its slice."""
 
-    def __init__(self, linear: Linear, parts: int) -> None:
-        self.linear = linear
+    def __init__(self, linear: Linear, parts: int, dtype: torch.dtype) -> None:
+        self.linear, self._dtype = linear, dtype
         self._parts = parts
         self._input: Tensor | None = None
         self._output: Tensor | None = None
@@ -30,7 +31,7 @@ class _Stack:
     def part(self, index: int, x: Tensor, start: int, end: int) -> Tensor:
         """Columns [start, end) of the product with `x`."""
         if self._input is not x or index in self._read_parts or self._output is None:
-            self._input, self._output = x, self.linear(x)
+            self._input, self._output = x, self.linear(x.to(self._dtype))
             self._read_parts.clear()
         out = self._output[..., start:end]
         self._read_parts.add(index)
@@ -43,9 +44,9 @@ class _Stack:
 class _FastLinear(nn.Module):
     """Replacement of an `nn.Linear` with another weight layout."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        self._linear = linear
+        self._linear, self._dtype = linear, dtype
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     @property
@@ -60,7 +61,7 @@ class _FastLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        return self._linear(x)
+        return self._linear(x.to(self._dtype))
 
 
 class _StackedPart(nn.Module):
@@ -98,11 +99,20 @@ class _SharedRows(nn.Embedding):
         return self.rows(input)
 
 
-def stack_projections(model: nn.Module, products: Products = "measured") -> int:
+def stack_projections(
+    model: nn.Module,
+    products: Products = "measured",
+    siblings: Sequence[tuple[str, ...]] = _GROUPS,
+    *,
+    rounds: bool = False,
+) -> int:
     """Stack the sibling projections of `model` in place and change the layout of its other linear layers.
 
     Only exact `nn.Linear`s without hooks are replaced. A layer's old weights are freed before the next layer is
     stacked, and an embedding that is tied to a layer reads its rows from there where it can.
+
+    `siblings`: names of projections of one input; `rounds`: whether inputs may have another dtype than weights, and are
+    rounded to that.
 
     Returns:
         Number of stacked groups.
@@ -111,14 +121,14 @@ def stack_projections(model: nn.Module, products: Products = "measured") -> int:
     embeddings = {id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)}
     # Without the layers themselves, whose old weights the list would keep.
     for parent in [module for module in model.modules() if module._modules]:
-        for names in _GROUPS:
+        for names in siblings:
             group = [parent._modules.get(name) for name in names]
             if _stackable(group):
                 _stack_group(parent, names, products)
                 stacked += 1
         for name, child in list(parent.named_children()):
             if _is_plain_linear(child):
-                _replace_linear(parent, name, products, embeddings.get(id(child.weight)))
+                _replace_linear(parent, name, products, embeddings.get(id(child.weight)), rounds=rounds)
     return stacked
 
 
@@ -145,20 +155,22 @@ def _stack_group(parent: nn.Module, names: tuple[str, ...], products: Products) 
     weights = [m.weight.detach() for m in modules if isinstance(m.weight, Tensor)]
     biases = [m.bias.detach() for m in modules if isinstance(m.bias, Tensor)]
     bias = torch.cat(biases) if biases else None
-    stack = _Stack(Linear(torch.cat(weights), bias, products=products), len(names))
+    stack = _Stack(Linear(torch.cat(weights), bias, products=products), len(names), weights[0].dtype)
     start = 0
     for index, (name, weight) in enumerate(zip(names, weights, strict=True)):
         parent._modules[name] = _StackedPart(stack, index, start, start + weight.shape[0])
         start += weight.shape[0]
 
 
-def _replace_linear(parent: nn.Module, name: str, products: Products, tied: nn.Embedding | None) -> None:
+def _replace_linear(
+    parent: nn.Module, name: str, products: Products, tied: nn.Embedding | None, *, rounds: bool
+) -> None:
     module = parent._modules[name]
     assert isinstance(module, nn.Linear)
     bias = None if module.bias is None else module.bias.detach()
     linear = Linear(module.weight.detach(), bias, products=products)
-    if linear.packed:  # an unpacked one is as fast as nn.Linear
-        parent._modules[name] = _FastLinear(linear)
+    if linear.packed or rounds:  # an unpacked one is as fast as nn.Linear
+        parent._modules[name] = _FastLinear(linear, module.weight.dtype)
         rows = None if tied is None else Embedding(tied.weight.detach(), linear)
         if tied is not None and rows is not None and rows.packed:
             _share_rows(tied, rows)

@@ -55,7 +55,7 @@ from batchgen.models.lora.config import Adapter
 from batchgen.models.lora.fit import Sites, fit_adapters
 
 _INDEXED: Final = "past it a learned index selects the keys of attention, which is not supported"
-_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Tolerance of the relative difference of a token's logits: rounding, and routing near ties, may differ."""
 
 
@@ -230,11 +230,11 @@ def _check_logits(hooked: HookedModel, spec: ModelSpec, expected: Expected) -> T
     """Compare the logits with the library's; a decoder that counts by its cache gets the positions through one."""
     model = TransformersModel(hooked, spec)
     worst = expected.difference(model, TORCH_OPS)
-    if worst <= _TOLERANCE[spec.dtype]:
+    if worst <= TOLERANCE[spec.dtype]:
         return model
     with suppress(Exception):  # it may use a cache in other ways too
         hooked.counts_by_cache = True
-        if expected.difference(model, TORCH_OPS) <= _TOLERANCE[spec.dtype]:
+        if expected.difference(model, TORCH_OPS) <= TOLERANCE[spec.dtype]:
             return model
     raise ModelError(
         f"The architecture {spec.name} is not supported: with batchgen's attention its logits differ from "
@@ -250,5 +250,5 @@ def _check_experts(model: TransformersModel, experts: ExpertsSlot, expected: Exp
         difference = expected.difference(model, TRITON_OPS)
     except Exception:  # compiling or launching a kernel raises errors of many types
         difference = float("inf")
-    if not difference <= _TOLERANCE[model.spec.dtype]:
+    if not difference <= TOLERANCE[model.spec.dtype]:
         experts.use_library()

@@ -7,6 +7,7 @@ settings are supported: `rope_theta` + `rope_scaling`, and `rope_parameters`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -17,6 +18,7 @@ from batchgen.models.checkpoint.context import Contexts, contexts_of
 from batchgen.models.checkpoint.text_part import is_nested, text_config
 
 NATIVE_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
+_HEADLESS: Final = re.compile("(Llama|Mistral|Qwen[23])(Model|ForSequenceClassification)")
 _ACTIVATIONS: Final = (
     "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "relu",
 )  # fmt: skip
@@ -112,6 +114,13 @@ class _Reader:
         if type(value) is not bool:
             raise ModelError(f"config.json: {key} must be true or false, got {value!r}. Copy the file again.")
         return value
+
+
+def is_headless(config: Mapping[str, Any]) -> bool:
+    """Whether a decoder is stored without a language head: alone, or with a head that scores sequences."""
+    classes = [str(cls) for cls in config.get("architectures") or ()]
+    known = not is_nested(config) and config.get("model_type") in NATIVE_TYPES
+    return known and any(map(_HEADLESS.fullmatch, classes))
 
 
 def parse_native_config(config: Mapping[str, Any]) -> NativeConfig:

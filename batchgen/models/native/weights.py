@@ -12,9 +12,9 @@ from batchgen.errors import ModelError
 from batchgen.models.checkpoint.folder import ModelFolder, placed
 from batchgen.models.checkpoint.quant_format import FULL_DTYPES
 from batchgen.models.checkpoint.stored_tensors import check_unread, stored_wrongly
-from batchgen.models.checkpoint.text_part import TextTensors, find_text_tensors
+from batchgen.models.checkpoint.text_part import TextTensors, find_text_tensors, has_scores
 from batchgen.models.lora.fit import Sites
-from batchgen.models.native.config import NativeConfig
+from batchgen.models.native.config import NativeConfig, is_headless
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def native_layout(config: NativeConfig, folder: ModelFolder) -> NativeLayout:
     stored = find_text_tensors(folder.tensors, folder.config)
     prefix, hidden = stored.decoder, (config.hidden_size,)
     embedding, head = f"{prefix}embed_tokens.weight", f"{stored.head}lm_head.weight"
-    one = config.tied and not (embedding in folder.tensors and head in folder.tensors)
+    one = (config.tied or is_headless(folder.config)) and not (embedding in folder.tensors and head in folder.tensors)
     if one and head in folder.tensors:
         embedding = head
     return NativeLayout(
@@ -148,5 +148,6 @@ def check_native_tensors(layout: NativeLayout, folder: ModelFolder) -> None:
             )
         if info.dtype not in FULL_DTYPES:
             raise stored_wrongly(name, info.dtype)
-    others = [name for name in folder.tensors if name not in needed and layout.stored.is_read(name)]
+    read = [name for name in folder.tensors if name not in needed and layout.stored.is_read(name)]
+    others = [name for name in read if not (has_scores(folder.config) and name.startswith("score."))]
     check_unread(folder, [name for name in others if name not in folder.spare], len(layout.layers))

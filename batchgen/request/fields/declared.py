@@ -15,6 +15,7 @@ from batchgen.request.checks import (
     boolean,
     mapping,
     nonempty_string,
+    one_of,
     string,
     string_or_mapping,
     strings,
@@ -22,7 +23,7 @@ from batchgen.request.checks import (
 )
 from batchgen.request.fields import field_checks
 from batchgen.request.fields.constraint import CONSTRAINT_KINDS
-from batchgen.request.fields.field import BODIES, EVERYWHERE, Field, NoOpTest, Place
+from batchgen.request.fields.field import ALL_BODIES, BODIES, EVERYWHERE, Field, NoOpTest, Place
 from batchgen.request.fields.media import MEDIA_FIELDS, MediaField
 from batchgen.request.fields.named_columns import ID_NAMES
 from batchgen.request.fields.params import PARAMETERS, SAMPLING_FIELDS
@@ -31,10 +32,11 @@ from batchgen.request.fields.tool_choice import tool_choice
 
 __all__ = ["CONSTRAINTS", "FIELDS", "ID_NAMES", "LOOKUP", "SOURCES", "Field", "Place"]
 
-_ROW: tuple[Place, ...] = ("row",)
-_CHAT: tuple[Place, ...] = ("row", "chat")
+_ROW: tuple[Place, ...] = ("row", "pairs")
+_CHAT: tuple[Place, ...] = (*_ROW, "chat")
+_PAIRS: tuple[Place, ...] = ("pairs", "rerank")
 _IN_CHAT: tuple[Place, ...] = ("chat",)
-_NATIVE: tuple[Place, ...] = ("row", "params")
+_NATIVE: tuple[Place, ...] = (*_ROW, "params")
 _TOP = Integer(0, 1 << 20)
 
 
@@ -57,6 +59,9 @@ _PROMPTS = (
     Field("input_ids", token_id_lists, _ROW, ids=True),
     Field("input_embeds", embeddings, _ROW, json_text="value"),
     Field("prompt", field_checks.prompts, ("completions",), ids=True, json_text="text"),
+    Field("input", field_checks.prompts, ("embeddings",), ids=True, json_text="text"),
+    Field("query", string, _PAIRS, json_text="text"),
+    Field("documents", field_checks.documents, _PAIRS),
     Field("messages", field_checks.messages, _CHAT),
     Field("tools", field_checks.tools, _CHAT),
     Field("tool_choice", tool_choice, _CHAT),
@@ -67,7 +72,7 @@ _PROMPTS = (
     Field("completion", field_checks.completion, _ROW, json_text="text"),
     Field("completions", field_checks.completions, _ROW),
     *(Field(name, MediaField(kind), _ROW, json_text="value") for kind, name in MEDIA_FIELDS.items()),
-    Field("model", string, ("row", "completions", "chat")),
+    Field("model", string, (*_ROW, *ALL_BODIES)),
 )
 
 # OpenAI's names of sampling parameters, which are translated.
@@ -76,7 +81,7 @@ _TRANSLATED = (
     Field("logprobs", field_checks.boolean_or_count, _NATIVE),
     Field("logprobs", _TOP, ("completions",)),
     Field("logprobs", boolean, _IN_CHAT),
-    Field("top_logprobs", _TOP, ("row", "params", "chat")),
+    Field("top_logprobs", _TOP, (*_NATIVE, "chat")),
 )
 
 # Forms of a constraint: the oldest, and those of vLLM.
@@ -90,9 +95,12 @@ _CALLER = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retent
 
 # Fields that exist only in the bodies of the two endpoints. The first six describe the caller.
 _OPENAI = (
-    *(Field(name, string, BODIES, carried=True) for name in _CALLER),
-    *(Field(name, mapping, BODIES, carried=True) for name in ("metadata", "prompt_cache_options")),
-    *(Field(name, field_checks.anything, BODIES, json_text="text") for name in HANDLING),
+    *(Field(name, string, ALL_BODIES, carried=True) for name in _CALLER),
+    *(Field(name, mapping, ALL_BODIES, carried=True) for name in ("metadata", "prompt_cache_options")),
+    *(Field(name, field_checks.anything, ALL_BODIES, json_text="text") for name in HANDLING),
+    Field("encoding_format", one_of("float", "base64"), ("embeddings",), carried=True),
+    Field("top_n", Integer(1, 1 << 20), ("rerank",), carried=True),
+    _unsupported("return_documents", boolean, ("rerank",), requests_nothing=not_, remedy="join them by `index`"),
     _unsupported("extra_body", mapping, BODIES, requests_nothing=not_, remedy="write its fields in `body` itself"),
     _unsupported("functions", field_checks.functions, _IN_CHAT, requests_nothing=not_, remedy="use `tools`"),
     _unsupported("function_call", string_or_mapping, _IN_CHAT, requests_nothing=_noop_if("none"), remedy="use `tools`"),
@@ -123,6 +131,6 @@ CONSTRAINTS = (
 
 LOOKUP: dict[Place, dict[str, Field]] = {
     place: {spelling: field for field in FIELDS if place in field.places for spelling in field.spellings}
-    for place in EVERYWHERE
+    for place in (*EVERYWHERE, "embeddings", "rerank")
 }
 """Fields by place and spelling."""

@@ -14,11 +14,14 @@ from batchgen.request.checks import Check, invalid, plain
 from batchgen.request.fields.other_systems import close_meaning, meaning_of
 from batchgen.request.fields.padding import schema_without_nulls, without_nulls
 
-Place = Literal["row", "params", "completions", "chat"]
-"""Where a field is allowed: on a native row, in its `sampling_params`, or in the body of an OpenAI batch line."""
+Place = Literal["row", "pairs", "params", "completions", "chat", "embeddings", "rerank"]
+"""Where a field is allowed: on a native row, on one with `query` and `documents`, in `sampling_params` of these, or in
+the body of a batch line.
+"""
 
 BODIES: tuple[Place, ...] = ("completions", "chat")
-EVERYWHERE: tuple[Place, ...] = ("row", "params", *BODIES)
+EVERYWHERE: tuple[Place, ...] = ("row", "pairs", "params", *BODIES)
+ALL_BODIES: tuple[Place, ...] = (*BODIES, "embeddings", "rerank")
 
 JsonText = Literal["object", "value", "text"]
 """How a table's text is read that is JSON, where the field accepts that value and the text itself.
@@ -93,7 +96,7 @@ def sampling(
     field = Field("", check, places, aliases=aliases, help=help, metavar=metavar, json_text=json_text)
     declared: tuple[Field, ...] = (field,)
     if body_check is not None:
-        declared = (replace(field, places=("row", "params")), replace(field, places=BODIES, check=body_check))
+        declared = (replace(field, places=("row", "pairs", "params")), replace(field, places=BODIES, check=body_check))
     return dataclasses.field(default=default, metadata={_KEY: declared})
 
 

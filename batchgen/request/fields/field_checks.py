@@ -107,6 +107,13 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def documents(name: str, value: Any) -> tuple[str, ...]:
+    """Check a list of texts, or of objects with a `text`."""
+    if type(value) not in (list, tuple):
+        raise invalid(name, f"must be a list of strings, got {json_type(value)}")
+    return texts(name, [item.get("text") if type(item) is dict else item for item in value])
+
+
 def prompts(name: str, value: Any) -> tuple[str, ...] | tuple[TokenIds, ...]:
     """Check the `prompt` of `/v1/completions`: a string, strings, token ids, or lists of token ids."""
     if type(value) is list and value and type(value[0]) in (int, float, list):

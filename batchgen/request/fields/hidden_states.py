@@ -12,6 +12,8 @@ _LAYER = Integer(-1, 1 << 20)
 _MAX_NUMBERS = 2**31 - 1
 """Most numbers in a list of one output row."""
 
+StatePool = Literal["none", "first", "last", "mean"]
+
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
@@ -25,7 +27,7 @@ class HiddenStates:
     """0: the embeddings, i: the output of block i, -1: after the final norm."""
     tokens: Literal["prompt", "output", "all", "last"] = "all"
     """Tokens whose states are returned."""
-    pool: Literal["none", "last", "mean"] = "none"
+    pool: StatePool = "none"
     """Reduction over the tokens."""
 
     def __post_init__(self) -> None:
@@ -37,7 +39,7 @@ class HiddenStates:
         if len(set(self.layers)) != len(self.layers):
             raise invalid(name, "must name each layer once")
         one_of("prompt", "output", "all", "last")(name, self.tokens)
-        one_of("none", "last", "mean")(name, self.pool)
+        one_of("none", "first", "last", "mean")(name, self.pool)
 
     def max_rows(self, prompt: int, output: int) -> int:
         """Most state vectors of a layer for `prompt` and `output` tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from batchgen.request import checks
 from batchgen.request.checks import (
@@ -20,11 +21,15 @@ from batchgen.request.checks import (
 )
 from batchgen.request.fields import field_checks
 from batchgen.request.fields.constraint import Constraint, check_one, constraint_of
-from batchgen.request.fields.field import accepting_aliases, declared_fields, sampling, stored_value
+from batchgen.request.fields.field import Place, accepting_aliases, declared_fields, sampling, stored_value
 from batchgen.request.fields.hidden_states import HiddenStates, hidden_states
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy."""
+
+Task = Literal["embed", "classify", "rerank"]
+"""What a row without generated text asks for: an embedding, the scores of labels, or of documents for a query."""
+_NATIVE: tuple[Place, ...] = ("row", "pairs", "params")
 
 MAX_STOPS = 32
 """Most stop strings, and most stop patterns, of a row."""
@@ -265,7 +270,29 @@ class SamplingParams(_HashedOnce):
     return_cached_tokens_details: bool = sampling(
         False, boolean, "Write what `cached_tokens` consists of. Example: --return-cached-tokens-details"
     )
+    embed: bool = sampling(
+        False, boolean, "Write the embedding of each prompt instead of text. Example: --embed", places=_NATIVE
+    )
+    classify: bool = sampling(
+        False, boolean, "Write the score of each label instead of text. Example: --classify", places=_NATIVE
+    )
+    dimensions: int | None = sampling(
+        None,
+        Integer(1, 1 << 20),
+        "Number of leading numbers of embeddings to keep; the default is all. Example: --embed --dimensions 256",
+        places=(*_NATIVE, "embeddings"),
+    )
+    prompt_name: str | None = sampling(
+        None,
+        nonempty_string,
+        "Prompt of the checkpoint to put in front of texts to embed. Example: --embed --prompt-name query",
+        metavar="NAME",
+        places=_NATIVE,
+    )
+    """None: the checkpoint's default, if it has one."""
 
+    rerank: bool = sampling(False, boolean, places=())
+    """Whether the row scores documents for a query."""
     tool_choice: str | None = sampling(None, string, places=())
     """The calls that the row's `tool_choice` requires, as the encoder writes them: see `text/tools/rows.py`."""
     tool_calls: str | None = sampling(None, string, places=())
@@ -338,6 +365,11 @@ class SamplingParams(_HashedOnce):
         """Whether only `max_new_tokens` can end a sample."""
         stops = self.stop or self.stop_regex or self.stop_token_ids
         return self.ignore_eos and not stops and self.constraint is None
+
+    @property
+    def task(self) -> Task | None:
+        """What is returned instead of text; None: text, or its score."""
+        return "embed" if self.embed else "classify" if self.classify else "rerank" if self.rerank else None
 
     @property
     def samples(self) -> int:

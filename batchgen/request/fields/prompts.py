@@ -28,6 +28,8 @@ class TextPrompt(NamedTuple):
     text: str
     media: Items = ()
     """Images in the order of their placeholders in the text, then sounds likewise."""
+    query: str | None = None
+    """What the text is scored for, in front of it; None for a prompt alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,13 +32,16 @@ class Endpoint:
 
 COMPLETIONS = Endpoint("/v1/completions", "completions", "openai-completions", MappingProxyType({"max_new_tokens": 16}))
 CHAT = Endpoint("/v1/chat/completions", "chat", "openai-chat", MappingProxyType({"max_new_tokens": None}))
-ENDPOINTS = (CHAT, COMPLETIONS)
+EMBEDDINGS = Endpoint("/v1/embeddings", "embeddings", "openai-embeddings", MappingProxyType({}))
+RERANK = Endpoint("/v1/rerank", "rerank", "rerank", MappingProxyType({}))
+ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS, RERANK)
 _BY_URL = {endpoint.url: endpoint for endpoint in ENDPOINTS}
+_BY_END = {endpoint.url.removeprefix("/v1/"): endpoint for endpoint in ENDPOINTS}
 
 _PREFIX = re.compile(r"v\d\w*|openai|api|inference")
-"""Path segments that servers put directly before `chat/completions` or `completions`."""
+"""Path segments that servers put directly before `chat/completions` and the like."""
 _KNOWN = (
-    "embeddings", "responses", "score", "rerank", "classify", "classifications", "pooling", "moderations", "messages",
+    "responses", "score", "classify", "classifications", "pooling", "moderations", "messages",
     "fim/completions", "agents/completions", "conversations", "ocr", "generate", "audio/transcriptions",
     "audio/translations", "audio/speech", "images/generations", "images/edits", "videos",
 )  # fmt: skip
@@ -66,22 +69,22 @@ def endpoint_of(line: Mapping[str, Any]) -> tuple[Endpoint, str | None]:
     segments = [part for part in url.partition("?")[0].rpartition("://")[2].split("/") if part]
     if "://" in url:
         del segments[:1]  # the host
-    chat = segments[-2:] == ["chat", "completions"]
-    before = segments[: -2 if chat else -1]
+    found = _BY_END.get("/".join(segments[-2:])) or _BY_END.get("/".join(segments[-1:]))
+    before = segments[: -2 if found is CHAT else -1]
     deployment = before[-1] if before[-2:-1] == ["deployments"] else None
     prefixed = not before or deployment is not None or _PREFIX.fullmatch(before[-1])
-    if not prefixed or segments[-1:] != ["completions"]:
+    if not prefixed or found is None:
         raise _refused(url, segments)
-    return CHAT if chat else COMPLETIONS, None if deployment is None else unquote(deployment)
+    return found, None if deployment is None else unquote(deployment)
 
 
 def _by_body(body: Any) -> Endpoint:
-    names = ("messages", "prompt", "input") if isinstance(body, Mapping) else ()
+    names = ("messages", "prompt", "input", "documents") if isinstance(body, Mapping) else ()
     sources = [name for name in names if body.get(name) is not None]
     if sources == ["input"]:
-        problem = "`body` has `input`, which belongs to endpoints that this version does not run; "
-        raise RowError(ErrorCode.UNSUPPORTED_FIELD, problem + f"{_supported('and')} run", "input")
-    return COMPLETIONS if sources == ["prompt"] else CHAT
+        problem = f"must be given with `input` in `body`, which several endpoints have; {_supported('and')} run"
+        raise invalid("url", problem)
+    return {"prompt": COMPLETIONS, "documents": RERANK}.get("".join(sources), CHAT)
 
 
 def _refused(url: str, segments: list[str]) -> RowError:
@@ -93,4 +96,5 @@ def _refused(url: str, segments: list[str]) -> RowError:
 
 
 def _supported(word: str) -> str:
-    return f" {word} ".join(endpoint.url for endpoint in ENDPOINTS)
+    *first, last = (endpoint.url for endpoint in ENDPOINTS)
+    return f"{', '.join(first)} {word} {last}"

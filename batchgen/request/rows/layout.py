@@ -18,10 +18,13 @@ Kind = Place | Literal["line"]
 """A place of fields, or the batch line around an OpenAI body."""
 _CONTAINERS: dict[Kind, tuple[str, ...]] = {
     "row": ("sampling_params",),
+    "pairs": ("sampling_params",),
     "params": (),
     "line": ENVELOPE,
     "completions": ("messages",),  # the prompt of the other endpoint has its own error
     "chat": ("prompt",),
+    "embeddings": (),
+    "rerank": (),
 }
 """Keys that are not fields by kind."""
 _OPTIONS = {item.name for item in SAMPLING_FIELDS} - {"seed"} | {*CONSTRAINTS, "logprobs", "top_logprobs", "model"}
@@ -32,7 +35,7 @@ CHAT_FIELDS = (
     *dict.fromkeys(field.name for known in LOOKUP.values() for field in known.values() if field.to_template),
 )
 """Fields of a conversation."""
-_SCORING = ("completion", "completions")
+_SCORING = ("completion", "completions", "documents")
 _MAX_KEY_BYTES = 1 << 16
 """Most bytes of values in the key of a cached parameter set."""
 _PLAIN_MARSHAL = 2
@@ -57,7 +60,7 @@ class Layout:
     sources: tuple[str, ...]
     """Canonical names of the prompt fields."""
     scoring: tuple[str, ...]
-    """Keys of texts to score."""
+    """Keys of texts to score, and of documents."""
     unsupported: tuple[Field, ...]
     to_template: tuple[Field, ...]
     """Fields that are variables of the chat template."""
@@ -92,7 +95,7 @@ def new_layout(kind: Kind, names: tuple[Any, ...]) -> Layout:
         has_chat_fields=any(field.name in CHAT_FIELDS for field in known),
         has_media_fields=any(field.name in MEDIA_FIELDS.values() for field in known),
         may_be_line=kind == "row" and any(name in ENVELOPE for name in names),
-        suspects=suspects(names) if place == "row" else (),
+        suspects=suspects(names) if place in ("row", "pairs") else (),
     )
 
 

@@ -3,37 +3,40 @@
 A field is never ignored: it is used, carried to the output, or an error.
 
 A row with `completion` or `completions` is scored and generates nothing. Such a row is refused if it sets a sampling or
-output field, which would have no effect. Run-wide sampling defaults do not apply to it.
+output field, which would have no effect. Run-wide sampling defaults do not apply to it. Likewise a row with a task:
+`embed`, `classify`, or `query` and `documents`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import error_at, invalid, json_type, mapping
 from batchgen.request.fields.declared import CONSTRAINTS, SOURCES
 from batchgen.request.fields.media import MediaMessages
-from batchgen.request.fields.params import SamplingParams
+from batchgen.request.fields.params import SamplingParams, Task
 from batchgen.request.fields.prompts import EmbedsPrompt, Prompt, TextPrompt, TokenPrompt, with_media
 from batchgen.request.fields.tool_choice import AUTO
 from batchgen.request.json_text import text_remedy
-from batchgen.request.rows.endpoints import CHAT, COMPLETIONS, endpoint_of
+from batchgen.request.rows.endpoints import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, Endpoint, endpoint_of
 from batchgen.request.rows.layout import Layout, new_layout, params_key
 from batchgen.request.rows.other_rows import missing_prompt
 from batchgen.request.rows.values import RowDefaults, RowValues, chat_prompt
 from batchgen.request.table.request_table import ParsedRow
+from batchgen.request.tasks import refuse_with_task
 
 MAX_ROW_PROMPTS = 1 << 17
 """Most prompts of a row, and most pairs of a prompt and a text to score."""
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 _NESTED = "sampling_params"
 _SCORING_FIELDS = frozenset({"lora_path"})
+_TASK_FIELDS = frozenset({"lora_path", "embed", "classify", "dimensions", "prompt_name"})
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(CONSTRAINTS),
     **{item.name: item.default for item in fields(SamplingParams)},
@@ -84,6 +87,8 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults, displaced: Mapp
     layout = defaults.layout("row", value)
     if layout.may_be_line and is_openai_line(value):
         return _parse_openai_line(value, row_index, defaults, displaced)
+    if "documents" in value and _has_pairs(value):
+        layout = defaults.layout("pairs", value)
     nested: Any = value[_NESTED] if layout.containers else None
     inner = defaults.layout("params", nested) if type(nested) is dict else None
     key = params_key(layout, value, inner, nested)
@@ -104,6 +109,8 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults, displaced: Mapp
     if layout.unsupported:
         row.reject_unsupported(layout)
     if new is not None:
+        if new.task is not None:
+            _refuse_unused(row, new.task, _TASK_FIELDS)
         if texts:  # only the adapter counts
             new = SamplingParams(max_new_tokens=0, temperature=0.0, lora_path=new.lora_path)
         params = defaults.share(key, new)
@@ -121,12 +128,34 @@ def _completions_to_score(row: RowValues) -> tuple[str | tuple[int, ...], ...]:
         return ()
     if "completions" in row.values and "completion" in row.values:
         raise invalid("completions", "is given together with `completion`; keep one of them")
-    source = "completion" if "completion" in row.values else "completions"
-    for name, spelled in row.spelled.items():
-        if name in _DEFAULTS and name not in _SCORING_FIELDS and not _is_default(name, row.values[name]):
-            raise invalid(spelled, f"has no effect with `{source}`, which is scored without sampling; remove it")
+    source: Literal["completion", "completions"] = "completion" if "completion" in row.values else "completions"
+    _refuse_unused(row, source, _SCORING_FIELDS)
     texts: Any = row.values[source]
     return texts if source == "completions" else (texts,)
+
+
+def _refuse_unused(row: RowValues, source: Task | Literal["completion", "completions"], used: Set[str]) -> None:
+    """Refuse a field that has no effect next to what the row asks for."""
+    for name, spelled in row.spelled.items():
+        if name in _DEFAULTS and name not in used and not _is_default(name, row.values[name]):
+            raise refuse_with_task(spelled, source)
+
+
+def _has_pairs(value: Mapping[str, Any]) -> bool:
+    """Whether a native row scores documents for a query: other rows may have columns of these names."""
+    given = value.get("query") is not None and value["documents"] is not None
+    return given and all(value.get(name) is None for name in _NATIVE_SOURCES)
+
+
+def _pairs(row: RowValues) -> tuple[Prompt, ...]:
+    """The row's documents, each with its query."""
+    query, given = row.values.get("query"), row.values["documents"]
+    if query is None:
+        raise RowError(ErrorCode.MISSING_PROMPT, "the row has `documents` and no `query`; give it one", "query")
+    if not given:
+        raise error_at(ErrorCode.EMPTY_PROMPT, "documents", "is empty; give at least one")
+    _check_count(row, "documents", len(given))
+    return tuple([TextPrompt(text, (), query) for text in given])
 
 
 def _is_default(name: str, value: Any) -> bool:
@@ -138,6 +167,8 @@ def _is_default(name: str, value: Any) -> bool:
 
 def _prompts(row: RowValues, layout: Layout, defaults: RowDefaults, displaced: Mapping[str, Any]) -> tuple[Prompt, ...]:
     """The row's prompts, as conversations if the run or the row uses chat."""
+    if "documents" in row.values:
+        return _pairs(row)
     sources: Sequence[str] = layout.sources
     if len(sources) != 1 or sources[0] not in row.values:  # null is absent
         sources = [name for name in sources if name in row.values]
@@ -213,9 +244,11 @@ def _parse_openai_line(
     key = params_key(layout, body)
     params = defaults.cached_params(key)
     row.collect(layout, body, params is not None)
-    prompts = _body_prompts(row, layout, body, defaults)
+    prompts = _body_prompts(row, layout, body, defaults, endpoint)
     if type(row.values.get("messages")) is MediaMessages:
         prompts = with_media(prompts, row.values)
+    if endpoint is EMBEDDINGS:
+        row.imply("embed", True, "input")
     if params is None:
         if endpoint is COMPLETIONS and row.values.get("echo") and "logprobs" in row.values:
             row.imply("logprob_start_len", 0, "echo")  # the endpoint's echo includes the prompt's logprobs
@@ -244,8 +277,15 @@ def _refuse_outside_body(row: RowValues) -> None:
     raise invalid(odd, "is outside `body`; in a batch line it must be inside")
 
 
-def _body_prompts(row: RowValues, layout: Layout, body: Mapping[str, Any], defaults: RowDefaults) -> tuple[Prompt, ...]:
-    needed, other = ("messages", "prompt") if layout.place == "chat" else ("prompt", "messages")
+def _body_prompts(
+    row: RowValues, layout: Layout, body: Mapping[str, Any], defaults: RowDefaults, endpoint: Endpoint
+) -> tuple[Prompt, ...]:
+    if endpoint is RERANK and "documents" in row.values:
+        return _pairs(row)
+    if endpoint in (EMBEDDINGS, RERANK):
+        needed, other = ("input", "") if endpoint is EMBEDDINGS else ("documents", "")
+    else:
+        needed, other = ("messages", "prompt") if layout.place == "chat" else ("prompt", "messages")
     if needed not in row.values or (layout.containers and body[other] is not None):
         raise _source_error(row, [name for name in ("prompt", "messages") if body.get(name) is not None], needed)
     prompts = row.values[needed]
@@ -254,12 +294,12 @@ def _body_prompts(row: RowValues, layout: Layout, body: Mapping[str, Any], defau
         raise error_at(ErrorCode.EMPTY_PROMPT, needed, f"is empty; give {what}")
     if needed == "messages":
         return (chat_prompt(row, layout, prompts, defaults),)
-    _check_count(row, "prompt", len(prompts))
+    _check_count(row, needed, len(prompts))
     return tuple([TextPrompt(item) if type(item) is str else TokenPrompt(item) for item in prompts])
 
 
 def _source_error(row: RowValues, sources: list[str], needed: str) -> RowError:
-    if len(sources) == 1:
+    if len(sources) == 1 and needed in ("messages", "prompt"):
         other = CHAT if needed == "prompt" else COMPLETIONS
         message = f"`body` has `{sources[0]}`, but its endpoint needs `{needed}`; set `url` to {other.url}"
         return RowError(ErrorCode.MISSING_PROMPT, message, sources[0])

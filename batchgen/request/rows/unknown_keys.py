@@ -34,9 +34,12 @@ MAX_NOTES = 20
 
 _WHERE: dict[Place, str] = {
     "row": "a row",
+    "pairs": "a row",
     "params": "`sampling_params`",
     "completions": "a /v1/completions body",
     "chat": "a /v1/chat/completions body",
+    "embeddings": "a /v1/embeddings body",
+    "rerank": "a /v1/rerank body",
 }
 _PARAMS = "sampling_params"
 _SHORTEST = 5

@@ -11,7 +11,7 @@ from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.checks import check_unicode, error_at, invalid, show
 from batchgen.request.fields.declared import CONSTRAINTS, Place
 from batchgen.request.fields.field_checks import DTYPE_PATTERNS
-from batchgen.request.fields.params import PARAMETERS, SamplingParams
+from batchgen.request.fields.params import PARAMETERS, SamplingParams, Task
 from batchgen.request.fields.prompts import ChatPrompt
 from batchgen.request.fields.tool_choice import AUTO
 from batchgen.request.json_text import text_remedy
@@ -26,6 +26,10 @@ _LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
 )
 """Fields that select which logprobs are returned, each with the value that selects none."""
 _PARAM_NAMES = frozenset(PARAMETERS)
+_TASKS: tuple[Task, ...] = ("embed", "classify")
+_HOW = ("dimensions", "prompt_name")
+"""Parameters of rows to embed."""
+_KEPT = ("lora_path", *_HOW)
 _MAX_CACHED_PARAMS = 256
 """Most parameter sets in the cache of `RowDefaults`; most jobs use a few."""
 _MAX_LAYOUTS = 256
@@ -183,7 +187,7 @@ class RowValues:
             check_unicode(key, ascii(key)[1:-1])
         if type(value) is not str or not value.isascii():
             check_unicode(value, key)
-        if place == "row":
+        if place in ("row", "pairs"):
             self.extra[key] = value
         elif value is not None:
             raise unknown_field(key, place)
@@ -209,6 +213,21 @@ class RowValues:
         """Whether the row scores texts and generates nothing."""
         return "completion" in self.values or "completions" in self.values
 
+    def task(self, flags: Mapping[str, Any]) -> Task | None:
+        """What the row asks for instead of text; its own fields come before the `flags` of the run.
+
+        Raises:
+            RowError: `invalid_field`: it asks for two things.
+        """
+        if "documents" in self.values:
+            return "rerank"
+        own = [name for name in _TASKS if self.values.get(name)]
+        if len(own) > 1:
+            raise invalid("classify", "cannot be combined with `embed`; keep one of them")
+        if own or self.is_scoring:
+            return own[0] if own else None
+        return next((name for name in _TASKS if flags.get(name) and name not in self.values), None)
+
     def check_model(self, defaults: RowDefaults, params: SamplingParams) -> None:
         """Check that the run has the row's `model` and adapter.
 
@@ -231,14 +250,15 @@ class RowValues:
     def params(self, defaults: RowDefaults, endpoint: Mapping[str, Any]) -> SamplingParams:
         """The row's parameter set, without its seed, merged with all defaults; `endpoint` has those of its endpoint.
 
-        A scoring row uses only the default adapter, and a row with `max_new_tokens: 0` ignores a default minimum.
+        A scoring row, and one with a task, uses only the default adapter, and a row with `max_new_tokens: 0` ignores a
+        default minimum.
 
         Raises:
             RowError: `invalid_field`, naming the field as the row spells it; `unknown_processor`.
         """
-        merged = {**defaults.model, **endpoint, **defaults.flags}
-        if self.is_scoring:
-            merged = {name: value for name, value in merged.items() if name == "lora_path"}
+        merged, task = {**defaults.model, **endpoint, **defaults.flags}, self.task(defaults.flags)
+        if self.is_scoring or task is not None:
+            merged = {name: value for name, value in merged.items() if name in _KEPT}
         if self.values.get("max_new_tokens") == 0:
             merged.pop("min_new_tokens", None)
         merged.update((name, value) for name, value in self.values.items() if name in _PARAM_NAMES)
@@ -248,6 +268,7 @@ class RowValues:
         adapter_of_model = defaults.names.split(self.values.get("model"), defaults.adapters)[1]
         if adapter_of_model is not None and "lora_path" not in self.values:
             merged["lora_path"] = adapter_of_model
+        merged = self._with_task(merged, task)
         try:
             params = SamplingParams(**merged)
         except RowError as error:
@@ -262,6 +283,21 @@ class RowValues:
             remedy = "`on_event` of generate() in Python, or --events PATH (- is stdout)"
             raise invalid("stream", f"needs a destination for events: {remedy}")
         return params
+
+    def _with_task(self, merged: dict[str, Any], task: Task | None) -> dict[str, Any]:
+        """What counts of the parameters of a row with a task; of those of another row, what is not a task's.
+
+        Raises:
+            RowError: `invalid_field`: the row says how to embed and does not embed.
+        """
+        if task is not None:
+            merged = {name: merged[name] for name in _KEPT if name in merged}
+            merged |= {"max_new_tokens": 0, "temperature": 0.0, task: True}
+        if task == "embed":
+            return merged
+        if odd := next((name for name in _HOW if name in self.values), None):
+            raise invalid(self.spelled[odd], "needs `embed: true`")
+        return {name: value for name, value in merged.items() if name == task or name not in (*_TASKS, *_HOW)}
 
     def _merge_logprobs(self, merged: dict[str, Any]) -> None:
         """Translate OpenAI's `logprobs` and `top_logprobs`.

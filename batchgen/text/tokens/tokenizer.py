@@ -189,6 +189,27 @@ class Tokenizer:
             token for token, _ in takewhile(lambda pair: pair[1], zip(full.ids, full.special_tokens_mask, strict=True))
         ]
 
+    @cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """Ids that the tokenizer itself puts in front of a text and behind it."""
+        before, _, behind, _ = self._parts("a")  # for most tokenizers, `prefix_ids` and nothing
+        return before, behind
+
+    @cached_property
+    def around_pair(self) -> tuple[list[int], list[int], list[int], bool]:
+        """Ids that it puts in front of two texts, between and behind them, and whether the second has another type."""
+        return self._parts("a", "a")
+
+    def _parts(self, *texts: str) -> tuple[list[int], list[int], list[int], bool]:
+        """Ids around one or two texts as in `around_pair`; those between are empty for one."""
+        encoded = self._rust.encode(*texts, add_special_tokens=True)
+        ids, of, types = encoded.ids, encoded.sequence_ids, encoded.type_ids
+        found = [i for i, text in enumerate(of) if text is not None]
+        if not found:
+            return [], [], ids, False
+        between = [ids[i] for i in range(found[0], found[-1]) if of[i] is None]
+        return ids[: found[0]], between, ids[found[-1] + 1 :], len(texts) > 1 and types[found[-1]] > 0
+
     def _find_decode_prefix(self) -> tuple[int, ...]:
         if self.vocab_bytes is not None:
             return ()

@@ -1,0 +1,1 @@
+"""What is made of the states of rows that return vectors or scores."""
