@@ -26,7 +26,7 @@ _GROUPS: Final = {
         "embeddings", "hidden-states", "streaming", "processors", "lora", "other-systems",
     ),
     "Jobs and results": (
-        "configuration", "sharding", "export", "verify", "reliability", "deterministic", "python", "evaluation",
+        "configuration", "sharding", "export", "verify", "reliability", "deterministic", "python", "ray", "evaluation",
         "reference", "security",
     ),
     "How it works": (

@@ -161,8 +161,8 @@ def _carry(text: str) -> str | tuple[str, ...]:
     return text if text in ("all", "none") else units.parse_columns(text)
 
 
-def _count(text: str) -> int | None:
-    return None if text == "auto" else cast("int", int_range(1, 1 << 16).parse(text))
+def _count(text: str) -> int:
+    return 0 if text == "auto" else cast("int", int_range(1, 1 << 16).parse(text))
 
 
 def _json_object(text: str) -> str:

@@ -80,12 +80,19 @@ class RunConfig:
         "none", "Side on which prompts that are too long are truncated. Example: --truncate left"
     )
     replicas: int | None = JOB.option(
-        1,
+        None,
         "Number of processes that generate the rows, each on a GPU, or on a part of the CPU; auto is one for "
         "each GPU. Example: --replicas 4",
         COUNT,
     )
-    """None: auto."""
+    """0: auto. None: one, and with `ray` auto."""
+    ray: str | None = JOB.option(
+        None,
+        "Generate the rows on the Ray cluster at this address; auto finds the one of this machine or starts one. "
+        "Example: --ray auto",
+        NAME,
+        reach="network",
+    )
     shard: Shard | None = INPUT.option(  # noqa: RUF009  # a field
         None, "Run part I of N of the input; auto reads the Slurm array variables. Example: --shard 0/16", SHARD
     )

@@ -43,6 +43,8 @@ class OpenedCommand:
     job: CheckedJob
     inputs: InputSet
     companions: tuple[tuple[str, str], ...]
+    loaded: tuple[Any, Any] | None = None
+    """`Setup` of the job, and an `Engine` that other jobs use, too; None: the run makes them."""
 
     @classmethod
     def of(cls, job: CheckedJob) -> Self:

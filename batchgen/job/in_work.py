@@ -7,7 +7,7 @@ one that was finished, or the rows whose samples were running. From death to dea
 - Reading: the rows of the batch in work are read one by one from then on, until a run gets past them.
 - Generation: rows that were in work at two deaths run by themselves, one after the other, when all others are done.
 
-A row is set aside, as an error row with `engine_crash`, only if `_DEATHS_ALONE` runs have died while it alone was in
+A row is set aside, as an error row with `engine_crash`, only if `DEATHS_ALONE` runs have died while it alone was in
 work: of a row that generates, after the same number of steps, or `_MOST_ALONE` times after any number. A healthy job
 that is killed loses no row, since each kill is likely to hit another row, or another step. Two may hit the same one: a
 run may spend most of its time in the first step of a row. A run that ends by an exception or a signal that it handles
@@ -41,7 +41,7 @@ started; first of the rows with running samples (index plus one, 0 for none)."""
 _CELLS: Final = 4096
 _MAX_RANGES: Final = 16
 _DEATHS_TO_SUSPECT: Final = 2
-_DEATHS_ALONE: Final = 3
+DEATHS_ALONE: Final = 3
 _MOST_ALONE: Final = 5
 
 _KINDS: Final[Kinds] = {"job": str, "counted": int, "reading": list, "rows": dict}
@@ -62,7 +62,7 @@ class _Row:
     def judge(self) -> None:
         """Set it aside if enough deaths tell the same."""
         same = max(map(self.alone.count, self.alone), default=0)
-        if max(self.read_alone, same) >= _DEATHS_ALONE or len(self.alone) >= _MOST_ALONE:
+        if max(self.read_alone, same) >= DEATHS_ALONE or len(self.alone) >= _MOST_ALONE:
             self.set_aside = True
 
 
@@ -271,8 +271,8 @@ class InWork(Record):
 
     def _judge(self, history: _History) -> None:
         aside = {row: known for row, known in history.rows.items() if known.set_aside}
-        self.refused = {row: _engine_crash() for row, known in aside.items() if known.read_alone}
-        self.set_aside = {row: _engine_crash() for row, known in aside.items() if not known.read_alone}
+        self.refused = {row: engine_crash() for row, known in aside.items() if known.read_alone}
+        self.set_aside = {row: engine_crash() for row, known in aside.items() if not known.read_alone}
         suspects = [row for row, r in history.rows.items() if not r.set_aside and r.deaths >= _DEATHS_TO_SUSPECT]
         self.alone = sorted(suspects, key=lambda row: (len(history.rows[row].alone), row))
 
@@ -293,7 +293,8 @@ class InWork(Record):
         self._judge(history)
 
 
-def _engine_crash() -> ErrorInfo:
+def engine_crash() -> ErrorInfo:
+    """The error of a row that is set aside."""
     return ErrorInfo(
         ErrorCode.ENGINE_CRASH,
         "runs of this job died again and again while this row alone was in work: a library crashed on it, it needs "

@@ -49,7 +49,8 @@ from batchgen.job.rows.tokenized_cache import (
     save_tokenized,
     tokenized_key,
 )
-from batchgen.job.scale.replicas import Replicas, replica_count
+from batchgen.job.scale.replicas import Replicas
+from batchgen.job.scale.workers import workers_of
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunSummary, run_summary
@@ -81,6 +82,7 @@ class _Job:
         self, command: OpenedCommand, stop: StopRequest, progress: Progress, collector: DeferredGC, began: float
     ) -> None:
         self.command = command
+        self.loaded: tuple[Setup, Engine] | None = command.loaded
         self.job = command.job
         self.config = command.job.config
         self.stop = stop
@@ -118,7 +120,7 @@ class _Job:
     def run(self) -> RunSummary:
         """Run the job and return its summary."""
         with self._phase("starting"):  # the cost of a job of any size
-            setup = prepare(self.job, self.progress.note, compiling=self._compiling)
+            setup = self._prepared()
             wait_for_hashes(self.job.hashes, self.progress.note, self.stop)
             identity = identify_job(setup, self.command.inputs)
             paths = output_paths(self.config.output, identity.run.shard, self.config.work_path)
@@ -126,7 +128,8 @@ class _Job:
             self.committed_at = paths.result if self.config.work_dir is None else paths.work
             job = OpenedJob(setup, self.command.inputs, identity, paths, self.progress.note)
             job.refuse_named()
-            self.command.keep(identity.run.fingerprint)
+            if self.loaded is None:
+                self.command.keep(identity.run.fingerprint)
             copy = parts_copy(self.config.copies, paths.work)
             if copy is not None and self.config.existing != "overwrite":
                 copy.fetch(self.progress.note)
@@ -140,10 +143,12 @@ class _Job:
             self.in_work = self.opened.enter_context(InWork(work, retry_errors=self.config.retry_errors))
             self.stop.abandon = self.in_work.close
             # Weights are loaded, and kernels compiled, while the rows are tokenised.
-            if (count := replica_count(setup)) > 1:
-                self.replicas = self.opened.enter_context(
-                    Replicas(setup, count, work, self.in_work, self.progress.note)
-                )
+            workers = workers_of(setup, work)
+            if self.loaded is not None:
+                self.loading = loader.submit(lambda engine: engine, self.loaded[1])
+            elif workers is not None:
+                replicas = Replicas(setup, workers, work, self.in_work, self.progress.note)
+                self.replicas = self.opened.enter_context(replicas)
             else:
                 self.loading = loader.submit(setup.load_engine, lambda: not self.stop.requested)
             for path in work.foreign:
@@ -165,6 +170,12 @@ class _Job:
                 if not kept and not self.generated and not has_results(work.paths.work):
                     work.remove()
                 raise
+
+    def _prepared(self) -> Setup:
+        if self.loaded is not None:
+            return self.loaded[0]
+        elsewhere = self.config.ray is not None
+        return prepare(self.job, self.progress.note, compiling=self._compiling, allow_missing_gpu=elsewhere)
 
     def _complete(self, job: OpenedJob, work: WorkFolder, committed: Committed, copy: PartsCopy | None) -> RunSummary:
         """Compute and commit the missing rows, then merge all committed rows into the output."""
@@ -298,7 +309,8 @@ class _Job:
         names = results_schema((), work.asked).names
         if missing := [name for name in self.config.columns or () if name in ASKED and name not in names]:
             raise UsageError(f"`--columns` {missing[0]}: no row of the job asks for it; leave it out")
-        setup.front_end.release()
+        if self.loaded is None:
+            setup.front_end.release()
         after = rows.expected.keep_committed(self.in_work.refused, committed)
         # Before a row of this job is committed: the work of a different job could never be completed together with it.
         rows.expected.check_resumable(committed, work.paths.work)

@@ -22,6 +22,7 @@ REACHING = {
     "revision": "files",  # anybody may propose a revision of a model on the hub
     "existing": "files",  # permission to replace an output
     "allow_media_url": "network",
+    "ray": "network",
 }  # fmt: skip
 """Options that reach files, code or the network."""
 HARMLESS = {

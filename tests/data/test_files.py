@@ -20,7 +20,9 @@ METHODS = {
 """Methods of `Path` that no other object of these modules has."""
 HARMLESS = {
     "os._exit",
+    "os.chdir",
     "os.environ.get",
+    "os.environ.setdefault",
     "os.getpid",
     "os.stat_result",
     "os.path.abspath",

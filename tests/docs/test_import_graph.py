@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
         "demo", "models", "engine", "__init__",
     },
     "lm_eval": {"errors", "request", "engine", "__init__"},
+    "ray": {"errors", "library_settings", "request", "config", "tables", "data", "job"},
     "cli": {"errors", "library_settings", "request", "config", "models", "engine", "data", "job", "bench", "__init__"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -48,7 +48,7 @@ ALLOWED = {
     },
     "subprocess.run": {"bench/machine.py", "bench/process.py"},
     "Connection": {"text/helper_process.py"},  # pickles, between a run and its own helper
-    "Pipe": set(),
+    "Pipe": {"job/scale/ray_workers.py"},  # between two threads of an actor
 }
 """Calls that run code or programs: the files that may make them, below batchgen/, and why."""
 PEERS = {"bench/engines/engine_openvino.py", "bench/engines/engine_transformers.py", "text/tokens/tokenizer.py"}

@@ -46,6 +46,10 @@ _GONE = {errno.ENOENT, errno.ESTALE}
 _TRIES = 100
 
 
+class HeldError(OutputError):
+    """Another run holds the lock."""
+
+
 class RunLock:
     """Lock that allows one process to write an output, held from construction until `release`.
 
@@ -54,7 +58,8 @@ class RunLock:
         out: the output.
 
     Raises:
-        OutputError: another run holds the lock; the folder is another user's or a link, or cannot be written.
+        HeldError: another run holds the lock.
+        OutputError: the folder is another user's or a link, or cannot be written.
     """
 
     def __init__(self, folder: Path, out: Path) -> None:
@@ -115,7 +120,7 @@ class RunLock:
             system.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:
-                raise OutputError(
+                raise HeldError(
                     f"another run ({_described(file.read(4096))}) is writing {out}. Wait for it, or name another "
                     "output with -o."
                 ) from None
@@ -174,14 +179,14 @@ def _hold(path: Path, out: Path) -> Path:
     """Create the file that is the lock where there is no flock. That of a dead process of this host is replaced.
 
     Raises:
-        OutputError: another run holds it, or may hold it.
+        HeldError: another run holds it, or may hold it.
     """
     if status_of(path) is not None:
         _remove_dead(path, out)
     try:
         file = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
     except FileExistsError:
-        raise OutputError(
+        raise HeldError(
             f"another run has just begun to write {out}. Wait for it, or name another output with -o."
         ) from None
     with file:

@@ -24,8 +24,8 @@ class Load:
 
     config: RunConfig
     """The job's, with the replica's threads and memory."""
-    record: Path
-    """File for what it has in work."""
+    record: Path | None
+    """File for what it has in work; None: a temporary one."""
     key: str
     """Of the job."""
 

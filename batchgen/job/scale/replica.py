@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import traceback
 from collections.abc import Sequence
@@ -70,7 +69,7 @@ class Replica:
                         self._results.send(Given(np.zeros(0, np.int64)))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self._scratch.cleanup()
-            os._exit(0)  # the job ended
+            return  # the job ended
         except BatchgenError as error:
             self._results.send(Failed(error, ""))
         except Exception as error:
@@ -79,7 +78,7 @@ class Replica:
     def _load(self, load: Load) -> None:
         self._job = preflight(load.config)
         self._setup = prepare(self._job, lambda note: None)
-        self._record = Record(load.record, load.key, {})
+        self._record = Record(load.record or Path(self._scratch.name, "in-work"), load.key, {})
         self._engine = self._setup.load_engine()
         self._results.send(Loaded())
 

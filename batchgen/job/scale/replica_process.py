@@ -22,3 +22,4 @@ def serve(source: int, sink: int, first: int, count: int) -> None:
     from batchgen.text.helper_process import begin
 
     Replica(*begin(source, sink)).run()
+    os._exit(0)  # without waiting for threads

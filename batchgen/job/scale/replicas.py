@@ -6,40 +6,32 @@ not begun. What a process that died had not finished goes to one that is started
 
 from __future__ import annotations
 
-import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import wait
 from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
-import psutil
-import torch
 
-from batchgen.config.run_config import RunConfig
 from batchgen.data.store.committed import find_prompts, first_of_prompt
 from batchgen.data.store.work_folder import WorkFolder
 from batchgen.engine.loop import LoopState
-from batchgen.engine.memory.kv_budget import AUTO_SHARE
 from batchgen.engine.outputs.streaming import Emit
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import DeviceError, UsageError
 from batchgen.job.display.progress import TimeLeft
 from batchgen.job.generation import Generation
-from batchgen.job.in_work import InWork, replica_record
+from batchgen.job.in_work import DEATHS_ALONE, InWork, engine_crash
 from batchgen.job.rows.ingest import Ingested
 from batchgen.job.rows.tokenized_cache import is_cached
-from batchgen.job.scale.messages import Ended, Failed, GiveBack, Given, Load, Loaded, Read, Share, Step
+from batchgen.job.scale.messages import Ended, Failed, GiveBack, Given, Loaded, Read, Share, Step
+from batchgen.job.scale.workers import Died, Worker, Workers
 from batchgen.job.setup import Setup
 from batchgen.job.summary import RunCounts
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.request.completion import Completion
-from batchgen.text.helper_process import HelperProcess
 
-_MODULE: Final = "batchgen.job.scale.replica_process"
 _MOST_DEATHS: Final = 8
 """Deaths of processes after which the run ends if no prompt was finished between them."""
 _WAIT_SECONDS: Final = 0.2
@@ -52,35 +44,12 @@ _CUT_WITHIN: Final = 0.05
 Requests = npt.NDArray[np.int64]
 
 
-def replica_count(setup: Setup) -> int:
-    """Number of processes that `--replicas` means: `auto` is one for each GPU, and one on a CPU.
-
-    Raises:
-        UsageError: there are fewer GPUs, or processors.
-    """
-    wanted = setup.config.replicas
-    if setup.spec.device.type == "cuda":
-        most, what = len(_gpus()), "GPUs"
-    else:
-        most, what = len(os.sched_getaffinity(0)), "processors"
-    count = (most if what == "GPUs" else 1) if wanted is None else wanted
-    if count > most:
-        raise UsageError(f"`--replicas` {count}: this machine has {most} {what}")
-    return max(1, count)
-
-
-def _gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [str(number) for number in range(torch.cuda.device_count())] if named is None else named.split(",")
-
-
 @dataclass(slots=True, eq=False)
 class _Member:
     """One of the processes."""
 
     number: int
-    process: HelperProcess
+    worker: Worker
     is_loaded: bool = False
     is_busy: bool = False
     """Whether it generates a share."""
@@ -98,19 +67,19 @@ class _Member:
 class Replicas(Generation):
     """Starts the processes, which load the model. Then `begin` the job, and `run` it once."""
 
-    def __init__(self, setup: Setup, count: int, work: WorkFolder, record: InWork, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, setup: Setup, workers: Workers, work: WorkFolder, record: InWork, note: Callable[[str], None]
+    ) -> None:
         """Start the processes.
 
         Args:
             setup: of the job.
-            count: number of processes.
+            workers: starts them.
             work: the job's work folder.
             record: learns from what a process leaves that dies.
             note: shows a line to the user.
         """
-        self._setup, self._work, self._record, self._note = setup, work, record, note
-        self._of = count
-        self._threads = max(1, torch.get_num_threads() // count)
+        self._setup, self._workers, self._work, self._record, self._note = setup, workers, work, record, note
         self._emit: Emit | None = None
         self._read: Read
         self._counts: RunCounts | None = None
@@ -118,40 +87,19 @@ class Replicas(Generation):
         self._notes: dict[str, None] = {}
         self._deaths = 0
         """Deaths since a prompt was finished."""
+        self._blamed = Counter[int]()
+        """Row -> deaths of processes, which leave no record, while they had no other row."""
         self._waiting = deque[tuple[Requests, int | None]]()
         """Shares that no process has, and the row of each that runs alone."""
-        self._members = [_Member(number, self._start(number)) for number in range(count)]
-
-    def _start(self, number: int) -> HelperProcess:
-        config, on_cpu = self._setup.config, self._setup.spec.device.type == "cpu"
-        if on_cpu:
-            processors = len(os.sched_getaffinity(0)) // self._of
-            place, variables = (number * processors, processors), {"OMP_NUM_THREADS": str(self._threads)}
-        else:
-            place, variables = (0, 0), {"CUDA_VISIBLE_DEVICES": _gpus()[number]}
-        process = HelperProcess(_MODULE, *place, variables=variables)
-        own = self._config(config) if on_cpu else replace(config, replicas=1)
-        process.requests.send(Load(own, replica_record(self._work.paths.work, number), self._work.identity.key))
-        return process
-
-    def _config(self, config: RunConfig) -> RunConfig:
-        """The job's configuration with a process's share of the processors and of the memory."""
-        budget = config.engine.kv_budget
-        if budget is None:
-            free = psutil.virtual_memory().available - self._of * self._setup.weight_bytes
-            budget = max(1, int(free * AUTO_SHARE))
-        share = budget / self._of if isinstance(budget, float) else budget // self._of
-        engine = replace(
-            config.engine, kv_memory=share, gpu_memory_utilization=None, cpu_threads=self._threads, device="cpu"
-        )
-        return replace(config, engine=engine, replicas=1)
+        self._members = [_Member(number, workers.start(number)) for number in range(workers.count)]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         for member in self._members:
-            member.process.close()
+            member.worker.close()
+        self._workers.close()
 
     def begin(
         self,
@@ -200,7 +148,7 @@ class Replicas(Generation):
         self._ends = np.append(starts, len(table))
         self._starts = starts
         alone = np.isin(table.row_index, list(self._record.alone))
-        self._waiting.extend((share, None) for share in shares(self.workload, self._left & ~alone, self._of))
+        self._waiting.extend((share, None) for share in shares(self.workload, self._left & ~alone, self._workers.count))
 
     def run(self, stop: Callable[[], bool]) -> Iterator[list[Completion]]:
         """All samples of one prompt at a time, as the processes finish them.
@@ -210,28 +158,24 @@ class Replicas(Generation):
         """
         for member in self._members:
             if member.is_loaded:
-                member.process.requests.send(self._read)
+                member.worker.send(self._read)
         while not stop():
             self._hand_out()
             if not (self._waiting or any(member.is_busy for member in self._members)):
                 if not self._add_rest():
                     return
                 continue
-            ends = {member.process.results: member for member in self._members}
-            for end in wait([*ends], _WAIT_SECONDS):
-                member = ends[end]  # type: ignore[index]
-                try:
-                    message = member.process.results.recv()
-                except (EOFError, OSError):
-                    self._replace(member)
-                    continue
-                yield from self._receive(member, message)
+            members = {member.worker: member for member in self._members}
+            for worker, message in self._workers.receive([*members], _WAIT_SECONDS):
+                yield from self._receive(members[worker], message)
 
     def _receive(self, member: _Member, message: object) -> Iterator[list[Completion]]:
         match message:
+            case Died(how):
+                self._replace(member, how)
             case Loaded():
                 member.is_loaded = True
-                member.process.requests.send(self._read)
+                member.worker.send(self._read)
             case Step(groups, events, state, left, unbegun):
                 member.state, member.left, member.unbegun = state, left, unbegun
                 if events and self._emit is not None:
@@ -272,14 +216,12 @@ class Replicas(Generation):
                 continue
             member = idle.pop()
             member.requests, member.alone, member.is_busy = requests, alone, True
-            with suppress(OSError):  # it has died, which is seen when it is heard
-                member.process.requests.send(Share(requests, dict(self._record.set_aside), alone))
+            member.worker.send(Share(requests, dict(self._record.set_aside), alone))
         others = [m for m in self._members if m.is_busy and m.alone is None and m.unbegun > 1]
         if idle and others and not any(member.asked for member in self._members):
             most = max(others, key=lambda member: member.unbegun)
             most.asked = True
-            with suppress(OSError):
-                most.process.requests.send(GiveBack(_GIVEN_SHARE))
+            most.worker.send(GiveBack(_GIVEN_SHARE))
 
     @property
     def _has_counts(self) -> bool:
@@ -298,26 +240,37 @@ class Replicas(Generation):
             self._waiting.append((rest, None))
         return bool(self._waiting)
 
-    def _replace(self, member: _Member) -> None:
+    def _replace(self, member: _Member, how: str) -> None:
         """Start a process in the place of one that died, and take back what it has not finished.
 
         Raises:
             DeviceError: they die again and again.
         """
-        code = member.process.exit_code()
-        member.process.close()
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        lost = member.requests[self._left[member.requests]] if member.is_busy else member.requests[:0]
+        member.worker.close()
         self._deaths += 1
         if self._deaths >= _MOST_DEATHS:
             raise DeviceError(f"replicas died {self._deaths} times without finishing a prompt, the last one by {how}")
-        self._record.learn(member.number)
-        held = np.isin(self._prompts[0][lost], list(self._record.alone)) if len(lost) else np.zeros(0, np.bool_)
-        if len(lost) and not held.all():
+        lost = member.requests[self._left[member.requests]] if member.is_busy else member.requests[:0]
+        rows = np.unique(self._prompts[0][lost])
+        if member.worker.leaves_record:
+            self._record.learn(member.number)
+            held = np.isin(self._prompts[0][lost], list(self._record.alone))
             self._waiting.append((lost[~held], None))
-        rows = len(np.unique(self._prompts[0][lost])) if len(lost) else 0
-        self._note(f"replica {member.number} died ({how}); another one is started, and {rows:,} rows are run again")
-        self._members[member.number] = _Member(member.number, self._start(member.number))
+        else:
+            self._blame(lost, rows)
+        self._note(
+            f"replica {member.number} died ({how}); another one is started, and {len(rows):,} rows are run again"
+        )
+        self._members[member.number] = _Member(member.number, self._workers.start(member.number))
+
+    def _blame(self, lost: Requests, rows: Requests) -> None:
+        """Take back requests in two parts, so that a row of which processes die is by itself in the end."""
+        if len(rows) == 1:
+            self._blamed[int(rows[0])] += 1
+            if self._blamed[int(rows[0])] >= DEATHS_ALONE:
+                self._record.set_aside = {**self._record.set_aside, int(rows[0]): engine_crash()}
+        low = self._prompts[0][lost] < (rows[len(rows) // 2] if len(rows) > 1 else 0)
+        self._waiting.extend((part, None) for part in (lost[low], lost[~low]) if len(part))
 
     @property
     def state(self) -> LoopState:
