@@ -180,3 +180,14 @@ def test_long_texts_are_cut_within_their_special_tokens(encoder: Path, scorer: P
     shown = [(" ".join(q.split()[:a]), " ".join(d.split()[:b])) for (q, d), (a, b) in zip(pairs, cut, strict=True)]
     expected = [1 / (1 + np.exp(-x[0])) for x in library_logits(scorer, shown)]
     np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_a_retry_keeps_the_vectors_of_good_rows(encoder: Path, tmp_path: Path) -> None:
+    rows = [{"id": "good", "text": "the fox", "embed": True}, {"id": "bad", "text": "a", "embed": True, "n": 0}]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    job = ["run", source, "-o", "out.parquet", "--model", encoder]
+    run(job, tmp_path)
+    before = read(tmp_path / "out.parquet")
+    assert [vector is None for vector in before["embedding"].to_pylist()] == [False, True]
+    run([*job, "--retry-errors"], tmp_path)
+    assert read(tmp_path / "out.parquet").equals(before)

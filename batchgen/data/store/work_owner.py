@@ -22,7 +22,7 @@ from batchgen.data.files import (
 )
 from batchgen.data.lines import errors_path, is_lines, lines_of_job
 from batchgen.data.results_file import intact_footer, keeps_rows, open_parquet
-from batchgen.data.schema import STATES_CONTENTS
+from batchgen.data.schema import ASKED, STATES_CONTENTS
 from batchgen.data.store.damage import Note, ignore, output_damage, set_outputs_aside, set_parts_aside, set_state_aside
 from batchgen.data.store.job_changes import changes
 from batchgen.data.store.lock import RunLock
@@ -151,6 +151,9 @@ def _begin_retry(paths: OutputPaths, identity: RunIdentity, note: Note) -> None:
 def _commit_good_rows(work: WorkFolder) -> None:
     """Commit the prompts of the finished output of which no sample failed, as one part."""
     with part_errors(work.paths.result):
+        with open_parquet(work.paths.result) as table:
+            found = {field.name: field.type for field in table.schema}
+        work.asked = tuple(field for field in ASKED.values() if found.get(field.name) == field.type)
         good = good_prompts(work.paths.result)
         moves, part = Moves(work.paths.result, good, good), work.parts / "part-000000.parquet"
         copy_rows(moves, part, lambda states: part_schema(work, states))
