@@ -298,7 +298,7 @@ def test_a_folder_with_partitions_and_the_sources_of_rows(model: Path, tmp_path:
         ["export", "ftp://b/out.parquet", "--format", "jsonl"],
         ["export", "out.parquet", "--format", "jsonl", "-o", "gs://b/x.jsonl"],
         ["run", "a.jsonl", "--model", "s3://b/model"],
-        ["run", "a.jsonl", "--work-dir", "s3://b/work"],
+        ["run", "a.jsonl", "--work-dir", "https://b/work"],
     ],
     ids=" ".join,
 )

@@ -70,7 +70,9 @@ STEPS = [
     Step("engine.capture.prompt_logprobs:PromptLogprobs.target_logprobs", SCORED, lambda *_: True),
     Step("job.rows.request_hashes:RequestHashes.of", {}, lambda hashes, row, prompt: row == 47),
     Step(
-        "data.store.parts:completions_to_table", {}, lambda rows: any(row.id == "bad 24" for row in rows if good(row))
+        "data.store.parts:completions_to_table",
+        {},
+        lambda rows, asked: any(row.id == "bad 24" for row in rows if good(row)),
     ),
 ]
 
