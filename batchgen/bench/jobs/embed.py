@@ -76,12 +76,13 @@ def embed_lines(config: BenchConfig, rows: int = 1024) -> Iterator[dict[str, Any
         CommandFailed: an engine failed.
         GateFailed: the vectors in float32 differ.
     """
+    name = "random:minilm" if config.model == BenchConfig().model else config.model
     engines, threads = {"batchgen": sys.executable, **_peer(config.peers)}, config.cpu_threads or os.cpu_count() or 1
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(Path(batchgen.__file__).parents[1])
     with tempfile.TemporaryDirectory(prefix="batchgen-embed-") as scratch:
         folder = Path(scratch)
-        model, texts, tokens = _workload(config.model, folder, rows)
+        model, texts, tokens = _workload(name, folder, rows)
 
         def run(engine: str, dtype: str, texts: list[str], batches: tuple[int, ...]) -> tuple[Any, Any]:
             file, vectors = folder / "texts.json", folder / "first.npy"
@@ -102,7 +103,7 @@ def embed_lines(config: BenchConfig, rows: int = 1024) -> Iterator[dict[str, Any
     rates = {engine: median(tokens / taken[0] for taken, _ in each) for engine, each in passes.items()}
     for engine, each in passes.items():
         yield {
-            "workload": "embed", "model": config.model, "engine": engine, "dtype": config.dtype, "rows": rows,
+            "workload": "embed", "model": name, "engine": engine, "dtype": config.dtype, "rows": rows,
             "tokens": tokens, "threads": threads, "tokens_per_second": rates[engine],
             "cpu_seconds": median(taken[1] for taken, _ in each), "batch": each[-1][0][2] or None,
             "ratio": rates["batchgen"] / rates[engine], "least_cosine_float32": cosines[engine],
@@ -130,7 +131,7 @@ def _workload(name: str, folder: Path, rows: int) -> tuple[Path, list[str], int]
 
     rng, model = random.Random(0), Path(name)
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 9))) for _ in range(_WORDS)]
-    shape = SHAPES.get("random:minilm" if name == BenchConfig().model else name)
+    shape = SHAPES.get(name)
     if shape is None and name.startswith("random:"):
         raise UsageError(f"--model: workload embed has {', '.join(SHAPES)} and folders of encoders, got {name!r}")
     if shape is not None:
