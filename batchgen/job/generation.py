@@ -20,6 +20,7 @@ class Generation(ABC):
     """The rows of a job that are being generated."""
 
     workload: JobWorkload
+    _counts: RunCounts | None = None
 
     @abstractmethod
     def run(self, stop: Callable[[], bool]) -> Iterator[list[Completion]]:
@@ -35,9 +36,10 @@ class Generation(ABC):
         """The time left; None if it is not known."""
 
     @property
-    @abstractmethod
     def counts(self) -> RunCounts:
         """What was counted, when it has run."""
+        assert self._counts is not None
+        return self._counts
 
     @property
     @abstractmethod
@@ -58,7 +60,6 @@ class OneEngine(Generation):
         self.workload = running.workload
         self.running = running
         self._engine, self._now, self._eta = engine, running, eta
-        self._counts: RunCounts | None = None
 
     def run(self, stop: Callable[[], bool]) -> Iterator[list[Completion]]:
         """All rows together, then each of those that run alone."""
@@ -77,12 +78,6 @@ class OneEngine(Generation):
     def time_left(self) -> TimeLeft | None:
         """Look at the work between two steps."""
         return None if self._eta is None else self._eta.tick(self.state.in_flight)
-
-    @property
-    def counts(self) -> RunCounts:
-        """Of all rows."""
-        assert self._counts is not None
-        return self._counts
 
     @property
     def facts(self) -> Mapping[str, Any]:

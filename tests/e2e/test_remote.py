@@ -398,7 +398,7 @@ class TestHttps:
 
 
 def test_a_dataset_of_a_hub(command: list[Any], tmp_path: Path) -> None:
-    """A stand-in answers what the hub's own package asks for."""
+    """A stand-in answers the requests of the hub's package."""
     data = [write_lines(tmp_path / f"{i}.jsonl", mixed_lines(12, seed=i)).read_bytes() for i in range(2)]
     files = {"README.md": b"#", "data/train-0.jsonl": data[0], "data/train-1.jsonl": data[1], "other/x.csv": b"text"}
     run([*command, "0.jsonl", "1.jsonl", "-o", "local.parquet"], tmp_path)

@@ -28,7 +28,6 @@ from batchgen.job.rows.tokenized_cache import is_cached
 from batchgen.job.scale.messages import Ended, Failed, GiveBack, Given, Loaded, Read, Share, Step
 from batchgen.job.scale.workers import Died, Worker, Workers
 from batchgen.job.setup import Setup
-from batchgen.job.summary import RunCounts
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.request.completion import Completion
 
@@ -82,7 +81,6 @@ class Replicas(Generation):
         self._setup, self._workers, self._work, self._record, self._note = setup, workers, work, record, note
         self._emit: Emit | None = None
         self._read: Read
-        self._counts: RunCounts | None = None
         self._facts: dict[str, Any] = {}
         self._notes: dict[str, None] = {}
         self._deaths = 0
@@ -288,12 +286,6 @@ class Replicas(Generation):
         """The longest of all processes."""
         known = [member.left for member in self._members if member.is_busy and member.left is not None]
         return max(known, key=lambda left: left.seconds, default=None)
-
-    @property
-    def counts(self) -> RunCounts:
-        """Of all processes."""
-        assert self._counts is not None
-        return self._counts
 
     @property
     def facts(self) -> Mapping[str, Any]:
