@@ -121,6 +121,10 @@ def _engineless_lines(config: BenchConfig) -> Iterator[dict[str, Any]]:
         from batchgen.bench.jobs.eta import eta_lines
 
         yield from eta_lines(config.repeat)
+    if "forecast" in config.workloads:
+        from batchgen.bench.jobs.forecast import forecast_lines
+
+        yield from forecast_lines()
 
 
 def _reject_unused_options(config: BenchConfig, *, engines: bool) -> None:

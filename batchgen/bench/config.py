@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from batchgen.config.definitions import check_keys, read_definition
 from batchgen.config.option_types import POSITIVE_DURATION, Group, ValueType, coerce, declared_options, int_range
-from batchgen.errors import UsageError
-from batchgen.request.foreign_text import ForeignTextError, file_content, read_toml
 
-ENGINELESS_WORKLOADS: Final = ("plan", "startup", "job", "ids", "eta", "embed")
+ENGINELESS_WORKLOADS: Final = ("plan", "startup", "job", "ids", "eta", "forecast", "embed")
 """Workloads on which no engines generate: they measure the planner, the start of the command, the cost of a row, how
-well the time left is estimated, and embeddings."""
+well the time left is estimated and that of whole jobs predicted, and embeddings."""
 
 _OPTIONS: Final = Group("Options")
 _NAMES: Final = ValueType("NAME", str)
@@ -36,9 +34,9 @@ class BenchConfig:
         "n-samples, json-constrained, logprobs, hidden-states, many-loras, all (of these), demo (with --model demo), "
         "or a .toml file. For models with recurrent layers: hybrid-prefix, hybrid-unshared. For GPUs: w-nano, "
         "w-prefix, w-unshared, w-tree. Without peers: plan (planner only), startup (time to the help and to the first "
-        "token), job (cost of a row outside the model), ids (cost of reading ids), eta (errors "
-        "of the estimated time left). With peer sentence-transformers: embed (embeddings of random encoders, --model "
-        "random:minilm by default or random:bert-base). Example: shared-prefix",
+        "token), job (cost of a row outside the model), ids (cost of reading ids), eta (errors of the estimated time "
+        "left), forecast (errors of batchgen plan). With peer sentence-transformers: embed (embeddings of random "
+        "encoders, --model random:minilm by default or random:bert-base). Example: shared-prefix",
         _NAMES,
     )
     """Names or .toml files; empty: the defaults of `find_workloads`."""
@@ -96,37 +94,6 @@ OPTIONS: Final = declared_options(BenchConfig, "run")
 _BY_NAME: Final = {option.name: option for option in OPTIONS}
 _KEYS: Final = tuple(option.name for option in OPTIONS if option.reach_of() is None)
 """Keys of TOML files."""
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Suffix of an error message about `word` that names the most similar known word; empty if none is similar."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
-def read_definition(path: Path, flag: str, what: str) -> dict[str, Any]:
-    """The table of a TOML file of the user's, named as `what`. Error messages begin with `flag`.
-
-    Raises:
-        UsageError: the file cannot be read, or is not TOML.
-    """
-    try:
-        return read_toml(file_content(path))
-    except OSError as error:
-        raise UsageError(f"{flag}cannot read {what}{path}: {error.strerror}") from None
-    except ForeignTextError as error:
-        raise UsageError(f"{flag}{path} {error}") from None
-
-
-def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    """Check that a table has no key but `known` ones. Error messages begin with `where`.
-
-    Raises:
-        UsageError: it has another one.
-    """
-    known = list(known)
-    for key in sorted(table.keys() - set(known)):
-        raise UsageError(f"{where}: unknown key `{key}`{did_you_mean(key, known)}; known: {', '.join(known)}")
 
 
 def bench_config(flags: Mapping[str, Any], file: Path | None) -> BenchConfig:

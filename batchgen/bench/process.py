@@ -18,8 +18,8 @@ from threading import Event, Timer
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self
 
 import batchgen
-from batchgen.bench.config import did_you_mean
 from batchgen.bench.engines.peer_tools import fastest_dtype
+from batchgen.config.definitions import did_you_mean
 from batchgen.errors import BatchgenError, UsageError
 
 if TYPE_CHECKING:  # reads definitions with a tokenizer, which drawing stored figures does not need

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Final, Literal, get_args
 
 import numpy as np
 
-from batchgen.bench.config import ENGINELESS_WORKLOADS, check_keys, did_you_mean, read_definition
+from batchgen.bench.config import ENGINELESS_WORKLOADS
+from batchgen.config.definitions import check_keys, did_you_mean, read_definition
 from batchgen.demo import model_path
 from batchgen.demo.tasks import TASKS, draw
 from batchgen.errors import RowError, UsageError

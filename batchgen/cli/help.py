@@ -149,11 +149,13 @@ def _listed(name: str, root: Any) -> str:
 
 
 def _commands(root: Any) -> str:
-    """A section for each command; `check` lists only what `run` does not have."""
+    """A section for each command; those with the options of `run` list only what it does not have."""
     context = typer.Context(root, info_name="batchgen")
     commands = {name: root.get_command(context, name) for name in root.list_commands(context)}
     of_run = {parameter.name for parameter in commands["run"].params}
-    sections = [_section(name, command, of_run if name == "check" else set()) for name, command in commands.items()]
+    sections = [
+        _section(name, command, of_run if name in ("check", "plan") else set()) for name, command in commands.items()
+    ]
     return "\n".join(sections)
 
 

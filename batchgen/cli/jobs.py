@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     app.command("run", cls=GroupedCommand, no_args_is_help=True)(with_options(run))
     app.command("check", cls=GroupedCommand, no_args_is_help=True)(with_options(check))
+    app.command("plan", cls=GroupedCommand, no_args_is_help=True)(with_options(plan))
 
 
 def run(config: RunConfig) -> None:
@@ -52,6 +54,52 @@ def check(
     Example: batchgen check prompts.jsonl --model ./Qwen3-0.6B
     """
     raise typer.Exit(_check(_preflight(config), as_json=as_json))
+
+
+def plan(
+    config: RunConfig,
+    machine: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Kind of device: a TOML file (batchgen help planning), or the report of a run on one "
+            "(run --report FILE.json). Example: --machine h100.toml",
+        ),
+    ],
+    devices: Annotated[
+        str,
+        typer.Option(
+            metavar="N,...", help="Numbers of devices, 1 to 1,000, separated by commas. Example: --devices 1,8,64"
+        ),
+    ] = "1,2,4,8,16,32,64,128,256,512,1000",
+    output_tokens: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            metavar="MEAN",
+            help="Mean tokens of answers that may end before their limit; default: as in the report of --machine. "
+            "Example: --output-tokens 250",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout. Example: --json")] = False,
+) -> None:
+    """Predict time and cost of a job on 1 to 1,000 devices of a described kind, and what limits it.
+
+    Nothing is computed or written. Has the options of `run`.
+
+    Example: batchgen plan prompts.jsonl --model ./Qwen3-0.6B --machine h100.toml
+    """
+    from batchgen.job.display.progress import ProgressState, make_progress
+
+    with make_progress(config.progress) as progress:
+        progress.update(ProgressState("starting"))
+        from batchgen.job.scale.forecast import for_machine, forecast_job, numbers_of  # imports torch, which is slow
+        from batchgen.job.scale.machine import read_machine
+
+        described = read_machine(machine)
+        job = _preflight(for_machine(config, described))
+        counts = numbers_of(devices)
+        raise typer.Exit(forecast_job(job, described, counts, output_tokens, progress, as_json=as_json))
 
 
 def _preflight(config: RunConfig) -> CheckedJob:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from batchgen.job.display.progress import Progress, ProgressState
 from batchgen.job.display.reasons import Reasons
 from batchgen.job.estimate import OutputEstimate, estimate_memory, estimate_output
 from batchgen.job.preflight import CheckedJob, wait_for_hashes
-from batchgen.job.rows.fingerprint import identify_job
+from batchgen.job.rows.fingerprint import JobIdentity, identify_job
 from batchgen.job.rows.ingest import Ingested, ingest
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import write_report
@@ -142,7 +142,7 @@ def check_job(job: CheckedJob, progress: Progress, as_json: bool = False) -> int
 
 
 @dataclass(slots=True)
-class _Errors:
+class RowErrors:
     """Error counts of all bad rows, and the messages of the first ones."""
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -152,6 +152,7 @@ class _Errors:
     reasons: Reasons = field(default_factory=Reasons)
 
     def add(self, completion: Completion, row_id: str, extra: str | None) -> None:
+        """Count a bad row."""
         assert completion.error is not None
         error = completion.error
         self.counts[error.code] += 1
@@ -175,7 +176,7 @@ def _print_lines(lines: Iterable[str], stream: TextIO) -> None:
         stream.write(f"{line}\n")
 
 
-def _read(setup: Setup, inputs: InputSet, folder: Path, errors: _Errors, progress: Progress) -> Ingested:
+def _read(setup: Setup, inputs: InputSet, folder: Path, errors: RowErrors, progress: Progress) -> Ingested:
     """Read and check all rows."""
 
     def on_row(rows: int) -> None:
@@ -192,19 +193,44 @@ def _read(setup: Setup, inputs: InputSet, folder: Path, errors: _Errors, progres
     return rows
 
 
-def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, OutputEstimate]:
-    config, began = job.config, time.monotonic()
+class PlannedJob(NamedTuple):
+    """A job whose rows were read, and its plan. Nothing was computed or written."""
+
+    setup: Setup
+    identity: JobIdentity
+    rows: Ingested
+    workload: JobWorkload
+    started: float
+    """When reading began, by `time.monotonic`."""
+    read: float
+    """When it ended."""
+
+
+def plan_job(job: CheckedJob, folder: Path, errors: RowErrors, progress: Progress) -> PlannedJob:
+    """Read and check all rows into `folder`, and build the prefix tree.
+
+    Raises:
+        BatchgenError: as `run_job` before it generates.
+    """
+    config = job.config
     setup = prepare(job, progress.note, allow_missing_gpu=True)
     inputs = open_inputs(job.inputs, include_source=config.include_source)
     wait_for_hashes(job.hashes, progress.note)
     identity = identify_job(setup, inputs)
     set_clock(setup, identity, output_paths(config.output, identity.run.shard, config.work_path))
-    started, errors = time.monotonic(), _Errors()
+    started = time.monotonic()
+    rows = _read(setup, inputs, folder, errors, progress)
+    read, spec, dedup = time.monotonic(), setup.spec, config.engine.dedup
+    workload = plan_workload(rows.table, dedup=dedup, adapters=list(spec.adapters), bidirectional=spec.bidirectional)
+    return PlannedJob(setup, identity, rows, workload, started, read)
+
+
+def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, OutputEstimate]:
+    config, began, errors = job.config, time.monotonic(), RowErrors()
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
-        rows = _read(setup, inputs, Path(scratch), errors, progress)
-        table, read = rows.table, time.monotonic()
-        spec, dedup = setup.spec, config.engine.dedup
-        workload = plan_workload(table, dedup=dedup, adapters=list(spec.adapters), bidirectional=spec.bidirectional)
+        planned = plan_job(job, Path(scratch), errors, progress)
+        setup, identity, rows, workload = planned.setup, planned.identity, planned.rows, planned.workload
+        table, started, read = rows.table, planned.started, planned.read
         counts, steps, peaks = _plan(setup, workload)
         output, towers = estimate_output(rows, setup), setup.tower_bytes(table)
         memory = estimate_memory(setup, workload, sum(peaks.values()), towers)

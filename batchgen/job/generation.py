@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
+
+import torch
 
 from batchgen.engine.engine import Engine
 from batchgen.engine.loop import LoopState
+from batchgen.engine.memory.kv_budget import device_memory
 from batchgen.engine.running import Running
 from batchgen.engine.workload import JobWorkload
-from batchgen.job.display.eta import EtaTracker
+from batchgen.job.display.eta import EtaTracker, Rates
 from batchgen.job.display.progress import TimeLeft
 from batchgen.job.summary import RunCounts
 from batchgen.request.completion import Completion
@@ -64,11 +68,21 @@ class OneEngine(Generation):
     def run(self, stop: Callable[[], bool]) -> Iterator[list[Completion]]:
         """All rows together, then each of those that run alone."""
         yield from self.running.loop.run(stop)
-        self._counts, self._eta = RunCounts.of(self.running), None
+        self._counts, self._eta = replace(RunCounts.of(self.running), measured=self._measured()), None
         for row in self.workload.held:
             self._now = self.running.alone(row)
             yield from self._now.loop.run(stop)
             self._counts = self._counts.plus(RunCounts.of(self._now))
+
+    def _measured(self) -> dict[str, Any]:
+        """See `RunSummary.measured`."""
+        costs, spec = None if self._eta is None else self._eta.costs, self._engine.model.spec
+        if costs is None:
+            return {}
+        rates, lengths = Rates.guessed(spec, torch.get_num_threads()), self.running.scheduler.lengths
+        dtype, memory = str(spec.dtype).removeprefix("torch."), device_memory(spec.device).total
+        of = {"device": spec.device.type, "memory": memory, "parameters": spec.parameters, "dtype": dtype}
+        return {**of, "rates": asdict(rates), "costs": asdict(costs), "lengths": asdict(lengths)}
 
     @property
     def state(self) -> LoopState:

@@ -241,7 +241,7 @@ class _Job:
         writer: PartWriter,
     ) -> Generation:
         """Plan the job, on an engine in this process or on replicas. `done`: [N] requests that are finished."""
-        setup, times = job.setup, self.progress.shows_time_left
+        setup, times = job.setup, self.progress.shows_time_left or self.config.report is not None
         scaled = setup.scales_positions(rows.table)
         if self.replicas is not None:
             with self._phase("planning"):

@@ -94,6 +94,9 @@ class RunSummary:
     """The most frequent reason of row errors, with its first row."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Counters of the engine and the writer: steps, preemptions, slot occupancy, writer stalls."""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """What the steps of this run showed of the machine's rates and of output lengths, for `batchgen plan`; empty if
+    another process ran them."""
 
     def to_json(self) -> str:
         """The summary as an indented JSON object, under the same names as in `check --json`."""
@@ -111,6 +114,8 @@ class RunCounts:
     kv_peaks: Mapping[str, int]
     """Most bytes of keys and values, by kind of layers."""
     engine: dict[str, Any]
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """See `RunSummary`."""
 
     @staticmethod
     def of(running: Running) -> RunCounts:
@@ -185,6 +190,7 @@ def run_summary(
         seconds={phase: round(spent, 3) for phase, spent in seconds.items()},
         output_tokens_per_second=counts.output_tokens / generating if generating else 0.0,
         engine=counts.engine,
+        measured=counts.measured,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 from math import exp, expm1, log1p, sqrt
 from typing import Any
 
@@ -27,6 +28,20 @@ _DEVIATIONS = 1.64
 """Standard deviations on either side of an expectation: nine of ten values lie between them."""
 _DEFAULT_LENGTH = 512
 """Expected tokens of a sample before any has ended, if its limit is higher."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How many tokens samples generated that might end before their limit, as shares of it."""
+
+    finished: float
+    """Number of samples that have ended."""
+    ends: float
+    """Number of those that ended before their limit."""
+    shares: float
+    """Sum of their shares."""
+    squares: float
+    """Sum of the squares of these."""
 
 
 class _Column:
@@ -60,6 +75,13 @@ class _Kinds:
         self.spread = _Column(1.0, count + 1)
         """Squared coefficient of variation of the lengths, at most 1: 0 if all are equal, 1 for an exponential."""
 
+    def assume(self, seen: Lengths) -> None:
+        """Count samples of another job among those of all kinds."""
+        every = self.all_kinds
+        for column, value in zip((self.finished, self.ends, self.shares, self.squares), astuple(seen), strict=True):
+            column.one[every] += value
+        self._learn_spread(every)
+
     def begin(self, kind: int, limit: int, step: int) -> None:
         """Record that a sample begins."""
         self.rate.one[kind] += 1.0 / limit
@@ -73,6 +95,9 @@ class _Kinds:
         self.finished.one[kind] += 1
         self.shares.one[kind] += share
         self.squares.one[kind] += share * share
+        self._learn_spread(kind)
+
+    def _learn_spread(self, kind: int) -> None:
         if (finished := self.finished.one[kind]) >= _MIN_FINISHED:
             mean = self.shares.one[kind] / finished
             self.spread.one[kind] = min(1.0, max(0.0, self.squares.one[kind] / finished / (mean * mean) - 1.0))
@@ -113,16 +138,30 @@ class LengthPredictor:
         limits: [N] maximum tokens of a sample of each request.
         kinds: [N] kind of each request, from 0: samples of one kind are expected to have similar lengths. `EXACT` for
             requests whose samples run to their limit. None: all are of one kind.
+        seen: samples of another job that ended.
     """
 
-    def __init__(self, limits: npt.NDArray[np.int32], kinds: npt.NDArray[np.int32] | None = None) -> None:
+    def __init__(
+        self,
+        limits: npt.NDArray[np.int32],
+        kinds: npt.NDArray[np.int32] | None = None,
+        seen: Lengths | None = None,
+    ) -> None:
         self._limits = limits.data
         self._kind_of = (np.zeros(len(limits), np.int32) if kinds is None else kinds).data
         self._kinds = _Kinds(1 + int(np.max(self._kind_of, initial=EXACT)))
+        if seen is not None:
+            self._kinds.assume(seen)
         self.limits, self._kind_column = np.asarray(self._limits), np.asarray(self._kind_of)
         self._running: dict[int, tuple[int, int]] = {}
         self._begun = tuple(_Column(0.0, self._kinds.all_kinds + 1) for _ in range(2))
         self._limit_means: Float64s | None = None
+
+    @property
+    def seen(self) -> Lengths:
+        """The samples that have ended, without those that always run to their limit."""
+        kinds, every = self._kinds, self._kinds.all_kinds
+        return Lengths(*(c.one[every] for c in (kinds.finished, kinds.ends, kinds.shares, kinds.squares)))
 
     @property
     def begun(self) -> Float64s:
@@ -148,6 +187,9 @@ class LengthPredictor:
     def expected(self) -> npt.NDArray[np.int32]:
         """[N] expected tokens of a sample before any has ended."""
         limits = self.limits
+        if self._kinds.finished.one[self._kinds.all_kinds]:  # of another job
+            own = np.arange(len(limits))
+            return self.remaining_of(own, own, np.zeros(len(limits), np.int64), 0).astype(np.int32)
         if limits.max(initial=0) <= _DEFAULT_LENGTH:
             return limits
         return np.where(self._kind_column == EXACT, limits, np.minimum(limits, _DEFAULT_LENGTH))
@@ -214,7 +256,7 @@ class LengthPredictor:
         if of == EXACT:
             return left
         mean, spread = kinds.mean(of, limit, step), kinds.spread_of(of)
-        memoryless = -mean * log1p(-(sequence * _GOLDEN_RATIO % 1.0))
+        memoryless = min(left, -mean * log1p(-(sequence * _GOLDEN_RATIO % 1.0)))
         typical = -mean * expm1(-limit / mean) - generated
         return min(left, max(1, round(spread * memoryless + (1.0 - spread) * max(0.0, typical))))
 
@@ -226,7 +268,7 @@ class LengthPredictor:
         if exact.all():
             return left
         mean, spread = self._kinds.means(of, limits, step), self._kinds.spreads_of(of)
-        memoryless = -mean * np.log1p(-(sequences * _GOLDEN_RATIO % 1.0))
+        memoryless = np.minimum(left, -mean * np.log1p(-(sequences * _GOLDEN_RATIO % 1.0)))
         typical = -mean * np.expm1(-limits / mean) - generated
         predicted = np.rint(spread * memoryless + (1.0 - spread) * np.maximum(0.0, typical))
         return np.asarray(np.where(exact, left, np.minimum(left, np.maximum(1.0, predicted))), np.int64)

@@ -12,7 +12,7 @@ from batchgen.plan.block_manager import BlockManager
 from batchgen.plan.builder import StepBuilder
 from batchgen.plan.cache_groups import HeldGroup
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
-from batchgen.plan.length_predictor import LengthPredictor
+from batchgen.plan.length_predictor import LengthPredictor, Lengths
 from batchgen.plan.order import begin_order
 from batchgen.plan.page_allocator import PageAllocator
 from batchgen.plan.prefill import PrefillScheduler
@@ -44,6 +44,7 @@ class Scheduler:
         config: limits.
         kinds: [N] kind of each request for the `LengthPredictor`; None: all are of one kind.
         spans: spans that no chunk may cut; `max_tokens_per_step` holds the longest.
+        seen: samples of another job that ended, from which lengths are expected.
 
     Raises:
         ValueError: a column has the wrong length or a value out of range.
@@ -57,12 +58,13 @@ class Scheduler:
         config: SchedulerConfig,
         kinds: npt.NDArray[np.int32] | None = None,
         spans: Spans | None = None,
+        seen: Lengths | None = None,
     ) -> None:
         _check_columns(len(tree.order), samples, max_new)
         self.config = config
         self.stats = SchedulerStats(tokens_per_step=config.max_tokens_per_step)
         self._max_new = np.ascontiguousarray(max_new, dtype=np.int32)
-        predictor = LengthPredictor(self._max_new, kinds)
+        self._predictor = predictor = LengthPredictor(self._max_new, kinds, seen)
         order = begin_order(tree, samples, predictor.expected, config)
         self.tree = tree = order.tree
         """The prefix tree in the order in which prompts begin."""
@@ -99,6 +101,11 @@ class Scheduler:
     def group_peaks(self) -> list[int]:
         """Most pages of each cache group in use at once."""
         return [allocator.peak for allocator in self._allocators()]
+
+    @property
+    def lengths(self) -> Lengths:
+        """The samples that have ended, and of another job."""
+        return self._predictor.seen
 
     @property
     def work_done(self) -> Work:

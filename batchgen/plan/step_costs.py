@@ -28,6 +28,26 @@ class Seconds:
     deviation: float
 
 
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Costs of the quantities of `Work` relative to expected ones, as they were fitted."""
+
+    factors: Sequence[float]
+    """[5]"""
+    covariance: Sequence[Sequence[float]]
+    """[5, 5] of the factors."""
+
+    def parts(self, work: Work, prior: Sequence[float]) -> Float64s:
+        """[5] seconds that each quantity of `work` takes at the expected costs `prior`."""
+        return _quantities(work) * prior * self.factors
+
+    def estimate(self, work: Work, prior: Sequence[float]) -> Seconds:
+        """Seconds that `work` takes at the expected costs `prior`."""
+        units = _quantities(work) * prior
+        variance = float(units @ np.asarray(self.covariance) @ units)
+        return Seconds(float(units @ np.asarray(self.factors)), sqrt(max(0.0, variance)))
+
+
 class StepCosts:
     """Seconds per unit of each quantity of `Work`, none negative.
 
@@ -46,7 +66,7 @@ class StepCosts:
         self._sums = np.zeros(count)
         self._seconds = 0.0
         self._observed = 0
-        self._fit: tuple[Float64s, Float64s] | None = None
+        self._fit: Costs | None = None
 
     def observe(self, seconds: float, work: Work) -> None:
         """Record that `work` has taken `seconds`; time without work is left out."""
@@ -62,16 +82,16 @@ class StepCosts:
 
     def estimate(self, work: Work) -> Seconds | None:
         """Seconds that `work` will take; None if nothing was timed."""
-        if not self._observed:
-            return None
-        if self._fit is None:
-            self._fit = self._solve()
-        costs, covariance = self._fit
-        units = _quantities(work) * self._prior
-        return Seconds(float(units @ costs), sqrt(max(0.0, float(units @ covariance @ units))))
+        costs = self.fitted()
+        return None if costs is None else costs.estimate(work, self._prior.tolist())
 
-    def _solve(self) -> tuple[Float64s, Float64s]:
-        """Costs relative to the given ones, and their covariance."""
+    def fitted(self) -> Costs | None:
+        """The costs as they fit what was timed; None if nothing was."""
+        if self._fit is None and self._observed:
+            self._fit = self._solve()
+        return self._fit
+
+    def _solve(self) -> Costs:
         count = len(self._prior)
         ones = np.ones(count)
         scale = float(ones @ self._sums) / float(ones @ self._squares @ ones)
@@ -85,7 +105,7 @@ class StepCosts:
             residual = self._seconds - 2.0 * float(costs @ self._sums) + float(costs @ self._squares @ costs)
             noise = max(_NOISE_SECONDS, residual / max(1, self._observed - count))
             covariance = np.asarray(noise * np.linalg.inv(matrix), np.float64)
-        return costs, covariance
+        return Costs(costs.tolist(), covariance.tolist())
 
 
 def _quantities(work: Work) -> Float64s:

@@ -39,7 +39,7 @@ def _any_table(path: Path) -> str:
     found = read_figures(path)
     if found.figures:
         return _table(path)
-    return _load_table(path) if found.others[0]["workload"] == "load" else _eta_table(path)
+    return _TABLES[found.others[0]["workload"]](path)
 
 
 def _load_table(path: Path) -> str:
@@ -87,6 +87,80 @@ def _eta_table(path: Path) -> str:
             f"{by_rows} | {line['processor_share']:.0%} |"
         )
     return "\n".join(table) + "\n"
+
+
+def _embed_table(path: Path) -> str:
+    """Embeddings, next to sentence-transformers."""
+    lines = read_figures(path).others
+    first = lines[0]
+    table = [
+        f"### {path.stem}",
+        "",
+        f"`batchgen bench embed`: {first['rows']:,} texts, {first['tokens']:,} tokens, `{first['model']}`, "
+        f"{first['threads']} threads of an {first['cpu']}, medians of {first['repeat']} runs.",
+        "",
+        "| engine | dtype | tokens/s | batchgen over it | least cosine |",
+        "|---|---|---|---|---|",
+    ]
+    for line in lines:
+        dtype = "float32" if line["dtype"] == "auto" else line["dtype"]
+        table.append(
+            f"| {line['engine']} | {dtype} | {line['tokens_per_second']:,.0f} | {line['ratio']:.2f} | "
+            f"{line['least_cosine']:.6f} |"
+        )
+    return "\n".join(table) + "\n"
+
+
+def _forecast_table(path: Path) -> str:
+    """What `batchgen plan` predicted."""
+    lines = read_figures(path).others
+    table = [
+        f"### {path.stem}",
+        "",
+        f"`batchgen bench forecast`: one thread of an {lines[0]['cpu']}, processor seconds of whole commands. The true "
+        f"time is in the 90 % interval of {sum(line['in_range'] for line in lines)} of {len(lines)} jobs.",
+        "",
+        "| job | seconds | predicted | 90 % interval | error | limited by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for line in lines:
+        table.append(
+            f"| {line['description']} | {line['seconds']:.0f} | {line['predicted']:.0f} | {line['low']:.0f} to "
+            f"{line['high']:.0f} | {line['error']:+.0f}% | {line['limited_by']} |"
+        )
+    return "\n".join(table) + "\n"
+
+
+def _scale_table(path: Path) -> str:
+    """One job in several ways, undisturbed and with something killed."""
+    lines = read_figures(path).others
+    first = lines[0]
+    table = [
+        f"### {path.stem}",
+        "",
+        f"`python -m tests.e2e.scale`: {first['rows']:,} rows of `{first['model']}` in float32 with `--deterministic` "
+        f"on {first['processors']} threads of an {first['cpu']}, which all ways share. Wall seconds of the command or "
+        "of all commands; rows are compared with those of one process.",
+        "",
+        "| way | seconds | rows equal | killed | seconds | rows equal |",
+        "|---|---|---|---|---|---|",
+    ]
+    for line in lines:
+        equal, after = ("yes" if line[key] else "no" for key in ("equal", "equal_killed"))
+        table.append(
+            f"| {line['way']} | {line['seconds']:.0f} | {equal} | {line['killed']} | {line['seconds_killed']:.0f} | "
+            f"{after} |"
+        )
+    return "\n".join(table) + "\n"
+
+
+_TABLES = {
+    "load": _load_table,
+    "eta": _eta_table,
+    "embed": _embed_table,
+    "forecast": _forecast_table,
+    "scale": _scale_table,
+}
 
 
 def _table(path: Path) -> str:

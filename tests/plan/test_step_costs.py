@@ -75,3 +75,14 @@ def test_nothing_is_known_before_a_step_was_timed() -> None:
     assert costs.estimate(REST) is None
     costs.observe(0.0, Work(1))
     assert costs.estimate(REST) is None
+
+
+def test_fitted_costs_are_relative_to_those_given() -> None:
+    costs = StepCosts(TRUE)
+    for work in steps(200):
+        costs.observe(3 * seconds(work), work)
+    fitted, found = costs.fitted(), costs.estimate(REST)
+    assert fitted.estimate(REST, TRUE) == found
+    twice = fitted.estimate(REST, [2 * cost for cost in TRUE])
+    assert (twice.mean, twice.deviation) == pytest.approx((2 * found.mean, 2 * found.deviation))
+    assert fitted.parts(REST, TRUE).sum() == pytest.approx(found.mean)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from batchgen.plan.config import SchedulerConfig
-from batchgen.plan.length_predictor import EXACT
+from batchgen.plan.length_predictor import EXACT, Lengths
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.work import Work, WorkLeft
 from tests.plan.counted import random_job
@@ -145,3 +145,16 @@ def test_unknown_lengths_have_a_range_that_narrows() -> None:
     assert sum(inside) >= 0.8 * len(inside)
     limit = np.full(400, 400).sum() - 400
     assert all(left.most.decode_tokens <= limit for left, _ in pairs)
+
+
+def test_lengths_of_another_job_are_expected() -> None:
+    rng = np.random.default_rng(0)
+    tree, limits, kinds = tree_of([[1, 2, 3]] * 500), np.full(500, 400), np.zeros(500, np.int32)
+    ended = rng.integers(20, 61, 200) / 400
+    seen = Lengths(200, 200, float(ended.sum()), float(np.square(ended).sum()))
+    config = SchedulerConfig(99_999, 16, 16, 256)
+    scheduler = Scheduler(tree, np.ones(500, np.int64), limits, config, kinds, seen=seen)
+    left = scheduler.work_left()
+    assert left.expected.decode_tokens == pytest.approx(500 * 39, rel=0.1)
+    assert left.expected.decode_tokens > 0.9 * left.most.decode_tokens
+    assert scheduler.lengths == seen

@@ -49,6 +49,8 @@ class CommandTimes:
     total: float
     cpu: float
     """Processor time."""
+    output: str = ""
+    """Its stdout."""
 
 
 def run_batchgen(
@@ -86,9 +88,9 @@ def run_batchgen(
                         process.kill()
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(0.01)
-                process.stdout.readline()
+                output = process.stdout.readline()
                 first = time.perf_counter() - began
-                process.stdout.read()
+                output += process.stdout.read()
             except BaseException:
                 process.kill()
                 raise
@@ -98,7 +100,7 @@ def run_batchgen(
             lines = log.read().strip().splitlines() if process.returncode else ["it ended before it could be killed"]
             last = lines[-1] if lines else f"exit code {process.returncode}"
             raise CommandFailed(f"batchgen {' '.join(arguments)} failed: {last}")
-    return CommandTimes(first, total, _children_seconds() - cpu)
+    return CommandTimes(first, total, _children_seconds() - cpu, output)
 
 
 def _children_seconds() -> float:

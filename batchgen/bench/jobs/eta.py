@@ -41,7 +41,9 @@ class EtaJob:
     """Whether the job is killed after half of its rows are committed, and its second run is judged."""
 
 
-def _rows(count: int, prompt: tuple[int, int], output: tuple[int, int], *above: Level, **more: object) -> MakeRows:
+def random_rows(
+    count: int, prompt: tuple[int, int], output: tuple[int, int], *above: Level, **more: object
+) -> MakeRows:
     """Rows of random lengths; prompts begin with those of the levels `above`, of which each has `count` rows below."""
 
     def rows(rng: np.random.Generator) -> Iterator[Row]:
@@ -58,43 +60,43 @@ def _sorted(rng: np.random.Generator) -> Iterable[Row]:
 
 
 def _long_tail(rng: np.random.Generator) -> Iterator[Row]:
-    for number, row in enumerate(_rows(150, (32, 256), (64, 64))(rng)):
+    for number, row in enumerate(random_rows(150, (32, 256), (64, 64))(rng)):
         yield {**row, "max_new_tokens": 10000} if number % 16 == 3 else row
 
 
 def _scored(rng: np.random.Generator) -> Iterator[Row]:
-    texts = iter(_rows(8400, (40, 40), (1, 1))(rng))
-    for row in _rows(2800, (200, 600), (1, 1))(rng):
+    texts = iter(random_rows(8400, (40, 40), (1, 1))(rng))
+    for row in random_rows(2800, (200, 600), (1, 1))(rng):
         yield {"input_ids": row["input_ids"], "completions": [next(texts)["input_ids"] for _ in range(3)]}
 
 
 def _repeated(rng: np.random.Generator) -> Iterator[Row]:
     """Every third row copies another one, and every seventh is invalid."""
-    rows = list(_rows(3200, (32, 256), (50, 300))(rng))
+    rows = list(random_rows(3200, (32, 256), (50, 300))(rng))
     for number in range(6400):
         yield {"text": 5} if number % 7 == 0 else rows[number // 2]
 
 
-_MIXED: Final = _rows(1500, (32, 256), (8, 512))
+_MIXED: Final = random_rows(1500, (32, 256), (8, 512))
 _MIXED_TEXT: Final = "1,500 prompts of 32-256 tokens, 8-512 out"
 
 ETA_JOBS: Final = (
-    EtaJob("short-in-long-out", "1,000 prompts of 8-16 tokens, 512 out", _rows(1000, (8, 16), (512, 512))),
-    EtaJob("long-in-short-out", "700 prompts of 1,000-1,900 tokens, 8 out", _rows(700, (1000, 1900), (8, 8))),
+    EtaJob("short-in-long-out", "1,000 prompts of 8-16 tokens, 512 out", random_rows(1000, (8, 16), (512, 512))),
+    EtaJob("long-in-short-out", "700 prompts of 1,000-1,900 tokens, 8 out", random_rows(700, (1000, 1900), (8, 8))),
     EtaJob("shared-prefix", "3,500 prompts of 32 tokens after one prefix of 1,024, 128 out",
-           _rows(3500, (32, 32), (128, 128), Level(1, (1024, 1024)))),
+           random_rows(3500, (32, 32), (128, 128), Level(1, (1024, 1024)))),
     EtaJob("tree", "a root of 300, 20 groups of 500, 10 of 120 in each, 20 prompts of 30 in each, 96 out",
-           _rows(20, (30, 30), (96, 96), Level(1, (300, 300)), Level(20, (500, 500)), Level(10, (120, 120)))),
+           random_rows(20, (30, 30), (96, 96), Level(1, (300, 300)), Level(20, (500, 500)), Level(10, (120, 120)))),
     EtaJob("mixed", _MIXED_TEXT, _MIXED),
     EtaJob("mixed-sorted", f"{_MIXED_TEXT}, the shortest outputs first", _sorted),
     EtaJob("n-samples", "600 prompts of 200 tokens, 8 samples of 128 each",
-           _rows(600, (200, 200), (128, 128), n=8, temperature=1.0)),
+           random_rows(600, (200, 200), (128, 128), n=8, temperature=1.0)),
     EtaJob("long-tail", "150 prompts of 32-256 tokens, 64 out, but ten of 10,000 out", _long_tail),
     EtaJob("scoring", "2,800 prompts of 200-600 tokens, three texts of 40 tokens each to score", _scored, "demo"),
     EtaJob("copies", "6,400 rows, of which half copy another one and a seventh is invalid", _repeated, "demo"),
     EtaJob("few-pages", f"{_MIXED_TEXT}, in a small KV cache", _MIXED, options=("--kv-memory", "64MiB")),
     EtaJob("resumed", "3,600 prompts of 32-256 tokens, 8-512 out, half of them committed before",
-           _rows(3600, (32, 256), (8, 512)), resumed=True),
+           random_rows(3600, (32, 256), (8, 512)), resumed=True),
 )  # fmt: skip
 """Jobs in order."""
 
@@ -102,13 +104,13 @@ FROM_SHARE: Final = 0.05
 """Share of the generating phase after which estimates are judged."""
 TO_SHARE: Final = 0.95
 """Share up to which they are: later ones are within fractions of a second."""
-_START: Final = """
+START: Final = """
 import queue, sys, threading, time  # before the clocks change: these wait by the time of day
 time.monotonic = time.perf_counter = time.process_time
 from batchgen.__main__ import main
 sys.exit(main())
 """
-_OPTIONS: Final = ("--device", "cpu", "--cpu-threads", "1", "--progress", "json", "--max-errors", "100%")
+RUN_OPTIONS: Final = ("--device", "cpu", "--cpu-threads", "1", "--progress", "json", "--max-errors", "100%")
 _PARTS: Final = 16
 """Parts in which the rows of a job are committed."""
 _CHECKPOINTS: Final = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
@@ -154,10 +156,10 @@ def _run(folder: Path, job: EtaJob, rows: int, at: str) -> _Run:
     """Run a job and read its progress lines."""
     output, log = f"{job.name}-{at}.parquet", folder / "progress.jsonl"
     command = ["run", f"{job.name}.jsonl", "-o", output, "--commit-every", str(max(1, rows // _PARTS))]
-    command += ["--model", resolve_bench_model(job.model), *_OPTIONS, *job.options]
+    command += ["--model", resolve_bench_model(job.model), *RUN_OPTIONS, *job.options]
     if job.resumed:
         run_half(folder, command, output, rows)
-    times = run_batchgen(command, folder, stderr=log, start=("-c", _START))
+    times = run_batchgen(command, folder, stderr=log, start=("-c", START))
     lines, seconds = read_lines(log.read_text(encoding="utf-8").splitlines())
     return _Run(lines, seconds, times.cpu / times.total)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from math import hypot
 from typing import Final, Self
 
@@ -14,7 +15,7 @@ from batchgen.engine.running import Running
 from batchgen.job.display.progress import TimeLeft
 from batchgen.models.base import ModelSpec
 from batchgen.plan.scheduler import Scheduler
-from batchgen.plan.step_costs import StepCosts
+from batchgen.plan.step_costs import Costs, Seconds, StepCosts
 from batchgen.plan.work import Work, WorkLeft
 
 _OBSERVE_SECONDS: Final = 0.1
@@ -76,7 +77,12 @@ class EtaTracker:
             done = workload.done & (workload.leader == np.arange(len(workload.done), dtype=np.int32))
             samples = workload.table.by_params([params.samples for params in workload.table.params], np.int32)
             earlier = running.scheduler.work_of(np.where(done, samples, np.int32(0)))
-        return cls(running.scheduler, prior_costs(spec, torch.get_num_threads()), earlier)
+        return cls(running.scheduler, prior_costs(spec, Rates.guessed(spec, torch.get_num_threads())), earlier)
+
+    @property
+    def costs(self) -> Costs | None:
+        """The costs of the job's work relative to those given; None until some steps have run."""
+        return self._costs.fitted()
 
     def tick(self, in_flight: bool) -> TimeLeft | None:
         """Look at the work between two steps.
@@ -119,9 +125,7 @@ class EtaTracker:
         past = self._costs.estimate(_plus(self._earlier, self._done))
         if expected is None or least is None or most is None or past is None:
             return None
-        spread = _DEVIATIONS * hypot(expected.deviation, _DRIFT * expected.mean)
-        low = max(0.0, expected.mean - hypot(spread, expected.mean - least.mean))
-        high = expected.mean + hypot(spread, most.mean - expected.mean)
+        low, high = interval(expected, least.mean, most.mean, _DRIFT)
         share = past.mean / max(past.mean + expected.mean, 1e-9)
         return TimeLeft(expected.mean, low, high, share if self._left is None else max(share, self._left.work_done))
 
@@ -144,18 +148,43 @@ def _minus(a: Work, b: Work) -> Work:
     return Work(*(x - y for x, y in zip(a, b, strict=True)))
 
 
-def prior_costs(spec: ModelSpec, threads: int) -> tuple[float, ...]:
-    """Rough seconds of the quantities of `StepCosts`, from the sizes of a model; they are learnt as steps run.
+def interval(expected: Seconds, least: float, most: float, doubt: float) -> tuple[float, float]:
+    """Seconds between which nine of ten times lie.
 
     Args:
-        spec: the model.
-        threads: number of CPU threads.
+        expected: of the expected work.
+        least: of the least work that may reasonably be.
+        most: of the most.
+        doubt: standard deviation of the machine's speed, relative to it.
     """
-    gpu, half = spec.device.type == "cuda", spec.dtype.itemsize <= 2
-    if gpu:
-        flops, bandwidth, step = 4e14 if half else 5e13, 2.5e12, 2e-3
-    else:
-        flops, bandwidth, step = (2.5e11 if half else 1e11) * threads, 1.5e10 * min(threads, 8), 2e-4
+    spread = _DEVIATIONS * hypot(expected.deviation, doubt * expected.mean)
+    low = max(0.0, expected.mean - hypot(spread, expected.mean - least))
+    return low, expected.mean + hypot(spread, most - expected.mean)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device does in a second."""
+
+    flops: float
+    """Operations of matrix products."""
+    bandwidth: float
+    """Bytes read from its memory."""
+    step: float
+    """Seconds of a step that are spent on neither."""
+
+    @staticmethod
+    def guessed(spec: ModelSpec, threads: int) -> Rates:
+        """Rough rates of the device that a model is on; `threads`: of a CPU."""
+        half = spec.dtype.itemsize <= 2
+        if spec.device.type == "cuda":
+            return Rates(4e14 if half else 5e13, 2.5e12, 2e-3)
+        return Rates((2.5e11 if half else 1e11) * threads, 1.5e10 * min(threads, 8), 2e-4)
+
+
+def prior_costs(spec: ModelSpec, rates: Rates) -> tuple[float, ...]:
+    """Rough seconds of the quantities of `StepCosts`, from the sizes of a model; they are learnt as steps run."""
+    flops, bandwidth, step = astuple(rates)
     head = spec.vocab_size * spec.hidden_size
     body = max(1, spec.parameters - head)
     products = sum(spec.num_heads * (layer.key_dim + layer.value_dim) for layer in spec.kv_layers)

@@ -291,7 +291,7 @@ class BarProgress(Progress):
 
 def _bar_line(state: ProgressState, elapsed: float, width: int, blocks: str) -> Text:
     """`generating ━━━━──── 34% 120/1,000 ETA 0:03:20`, never wider than `width`."""
-    timing = _format_eta(state) if state.phase == "generating" else _format_clock(elapsed)
+    timing = _format_eta(state) if state.phase == "generating" else format_clock(elapsed)
     line = Text(no_wrap=True, overflow="crop")
     line.append(state.phase, style="bold")
     line.append(" ")
@@ -348,7 +348,7 @@ def _format_rate(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:,.0f}"
 
 
-def _format_clock(seconds: float | None) -> str:
+def format_clock(seconds: float | None) -> str:
     """`0:03:20`; `-` for None."""
     if seconds is None:
         return "-"
@@ -361,5 +361,5 @@ def _format_eta(state: ProgressState) -> str:
     left = state.left
     begun = state.rows_done >= _RANGE_FROM * (state.rows_total or 0)
     if left is not None and begun and left.most > _WIDE * left.least and round(left.least) > 0:
-        return f"ETA {_format_clock(left.least)} to {_format_clock(left.most)}"
-    return f"ETA {_format_clock(None if left is None else left.seconds)}"
+        return f"ETA {format_clock(left.least)} to {format_clock(left.most)}"
+    return f"ETA {format_clock(None if left is None else left.seconds)}"

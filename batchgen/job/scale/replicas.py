@@ -314,11 +314,11 @@ def shares(workload: JobWorkload, wanted: npt.NDArray[np.bool_], count: int) -> 
     costs = np.where(wanted & (workload.samples > 0), lengths - tree.shared_len, 0.0)
     costs += np.where(wanted, _OUTPUT_COST * expected * workload.samples, 0.0)
     order = tree.order
-    after = np.cumsum(costs[order])
-    total, cuts = after[-1] if len(after) else 0.0, [0]
+    middle = np.cumsum(costs[order]) - costs[order] / 2
+    total, cuts = float(costs.sum()), [0]
     for number in range(1, count):
         low, best, high = (
-            int(np.searchsorted(after, total * (number + part) / count)) for part in (-_CUT_WITHIN, 0.0, _CUT_WITHIN)
+            int(np.searchsorted(middle, total * (number + part) / count)) for part in (-_CUT_WITHIN, 0.0, _CUT_WITHIN)
         )
         near = tree.shared_len[order[low : high + 1]]
         cut = low + int(near.argmin()) if len(near) and near.min() < near[min(best - low, len(near) - 1)] else best
