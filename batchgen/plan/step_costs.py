@@ -33,12 +33,12 @@ class Costs:
     """Costs of the quantities of `Work` relative to expected ones, as they were fitted."""
 
     factors: Sequence[float]
-    """[5]"""
+    """[6]"""
     covariance: Sequence[Sequence[float]]
-    """[5, 5] of the factors."""
+    """[6, 6] of the factors."""
 
     def parts(self, work: Work, prior: Sequence[float]) -> Float64s:
-        """[5] seconds that each quantity of `work` takes at the expected costs `prior`."""
+        """[6] seconds that each quantity of `work` takes at the expected costs `prior`."""
         return _quantities(work) * prior * self.factors
 
     def estimate(self, work: Work, prior: Sequence[float]) -> Seconds:
@@ -56,7 +56,7 @@ class StepCosts:
 
     Args:
         prior: expected seconds, above 0, of a step, of any token computed, of a position that a prompt token attends
-            to, of a decoded token in addition, and of a position that it attends to.
+            to, of a decoded token in addition, of a position that it attends to, and of one that is read for that.
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
@@ -109,7 +109,7 @@ class StepCosts:
 
 
 def _quantities(work: Work) -> Float64s:
-    """[5] the quantities that have costs: of a decoded token, that of any token, and what it costs in addition."""
+    """[6] the quantities that have costs: of a decoded token, that of any token, and what it costs in addition."""
     return np.array(work._replace(prompt_tokens=work.prompt_tokens + work.decode_tokens), np.float64)
 
 

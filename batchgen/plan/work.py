@@ -34,8 +34,10 @@ class Work(NamedTuple):
     """Positions that these attend to."""
     decode_tokens: float = 0.0
     """Positions computed by decode rows."""
+    decode_positions: float = 0.0
+    """Positions that these attend to."""
     decode_reads: float = 0.0
-    """Positions that these attend to. What a prefix group reads once counts once."""
+    """The same, but what a prefix group reads once counts once."""
 
 
 class WorkLeft(NamedTuple):
@@ -53,6 +55,7 @@ def work_done(stats: SchedulerStats) -> Work:
         stats.prompt_tokens + stats.recomputed_tokens + stats.recomputed_last_tokens,
         stats.chunk_reads,
         stats.decode_tokens,
+        stats.decode_kv_positions,
         stats.decode_kv_reads,
     )
 
@@ -91,7 +94,9 @@ class WorkForecast:
         tokens, reads = _prompt_work(tree, samples, None)
         decoded, attended = _decode_work(tree, samples, lengths)
         slots = min(config.max_num_seqs, max(1, int(samples.sum())))
-        return Work(max(decoded / slots, tokens / config.max_tokens_per_step), tokens, reads, decoded, attended)
+        return Work(
+            max(decoded / slots, tokens / config.max_tokens_per_step), tokens, reads, decoded, attended, attended
+        )
 
     def left(self, config: SchedulerConfig) -> WorkLeft:
         """The work that is left, between two steps, by a simulation of all steps to come."""
@@ -119,6 +124,7 @@ class WorkForecast:
             prompt_tokens + backlog,
             reads + partial_reads,
             decoded + int(running.remaining.sum()),
+            attended + running.reads,
             attended + running.reads - self._saved(pending, lengths, running),
         )
         total = float(waiting[2].sum() + running.remaining.sum())
@@ -139,13 +145,17 @@ class WorkForecast:
         waiting = plan.waiting[2] * limits / np.maximum(1.0, plan.waiting[0]) * predictor.shares(step) / plan.shares
         tokens = float(waiting.sum() + running.remaining.sum())
         more = tokens - (plan.total - (self._stats.sampled_tokens - plan.sampled))
-        steps, prompts, prompt_reads, decoded, reads = (
+        steps, prompts, prompt_reads, decoded, positions, reads = (
             before - (now - then)
             for before, now, then in zip(plan.work, work_done(self._stats), plan.done, strict=True)
         )
         steps = max(steps + more * plan.work.steps / max(1.0, plan.total), prompts / config.max_tokens_per_step)
-        reads += more * plan.work.decode_reads / max(1.0, plan.work.decode_tokens)
-        expected = Work(*(max(0.0, left) for left in (steps, prompts, prompt_reads, decoded + more, reads)))
+        positions, reads = (
+            before + more * each / max(1.0, plan.work.decode_tokens)
+            for before, each in ((positions, plan.work.decode_positions), (reads, plan.work.decode_reads))
+        )
+        left = (steps, prompts, prompt_reads, decoded + more, positions, reads)
+        expected = Work(*(max(0.0, quantity) for quantity in left))
         # How far the lengths of those whose limit does not end them may be off.
         uncertain = predictor.uncertain(running.requests)
         unsure = float(waiting[:-1].sum() + running.remaining[uncertain].sum())
@@ -302,6 +312,5 @@ def _decode_work(
 
 def _scaled(work: Work, factor: float) -> Work:
     """The work if samples generate `factor` times as many tokens."""
-    return work._replace(
-        steps=work.steps * factor, decode_tokens=work.decode_tokens * factor, decode_reads=work.decode_reads * factor
-    )
+    decoded = {name: getattr(work, name) * factor for name in ("decode_tokens", "decode_positions", "decode_reads")}
+    return work._replace(steps=work.steps * factor, **decoded)

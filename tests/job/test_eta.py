@@ -16,10 +16,10 @@ from batchgen.plan.work import Work, WorkLeft
 from tests.plan.counted import random_job
 from tests.plan.test_tree import tree_of
 
-COSTS = (5e-3, 1e-4, 1e-8, 2e-5, 3e-7)
-"""Seconds of a step, of a token, of a position that a prompt token attends to, in addition of a decoded token, and of a
-position that it attends to."""
-PRIOR = (3e-3, 1.2e-4, 2e-8, 1e-5, 2e-7)
+COSTS = (5e-3, 1e-4, 1e-8, 2e-5, 2e-8, 3e-7)
+"""Seconds of a step, of a token, of a position that a prompt token attends to, in addition of a decoded token, of a
+position that it attends to, and of one that is read for that."""
+PRIOR = (3e-3, 1.2e-4, 2e-8, 1e-5, 2e-8, 2e-7)
 """Other seconds, which the tracker is given."""
 CONFIG = SchedulerConfig(99_999, 16, 16, 256)
 
@@ -36,8 +36,8 @@ class Device:
 
     def run(self, done: Work) -> None:
         """Let the time pass that it takes to do all work up to `done`."""
-        steps, tokens, reads, decoded, attended = (b - a for a, b in zip(self._done, done, strict=True))
-        self.now += float(np.dot(COSTS, (steps, tokens + decoded, reads, decoded, attended)))
+        steps, tokens, reads, decoded, *attended = (b - a for a, b in zip(self._done, done, strict=True))
+        self.now += float(np.dot(COSTS, (steps, tokens + decoded, reads, decoded, *attended)))
         self._done = done
 
 

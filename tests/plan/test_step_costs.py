@@ -10,26 +10,26 @@ import pytest
 from batchgen.plan.step_costs import StepCosts
 from batchgen.plan.work import Work
 
-TRUE = (2e-3, 5e-5, 1e-8, 2e-5, 3e-7)
-"""Seconds of a step, of any token, of a position that a prompt token attends to, in addition of a decoded token, and of
-a position that it attends to."""
+TRUE = (2e-3, 5e-5, 1e-8, 2e-5, 1e-8, 3e-7)
+"""Seconds of a step, of any token, of a position that a prompt token attends to, in addition of a decoded token, of a
+position that it attends to, and of one that is read for that."""
 
 
 def seconds(work: Work) -> float:
     tokens = work.prompt_tokens + work.decode_tokens
-    quantities = (work.steps, tokens, work.prompt_reads, work.decode_tokens, work.decode_reads)
+    quantities = (work.steps, tokens, work.prompt_reads, work.decode_tokens, work.decode_positions, work.decode_reads)
     return float(np.dot(TRUE, quantities))
 
 
 def steps(count: int) -> Iterator[Work]:
     """A prompt of 1,024 tokens, then 32 rows whose contexts grow."""
     for _ in range(4):
-        yield Work(1, 1024, 1024 * 500, 0, 0)
+        yield Work(1, 1024, 1024 * 500)
     for step in range(count):
-        yield Work(1, 0, 0, 32, 32 * (128 + step))
+        yield Work(1, 0, 0, 32, *[32 * (128 + step)] * 2)
 
 
-REST = Work(1000, 0, 0, 32_000, 32_000 * 700)
+REST = Work(1000, 0, 0, 32_000, *[32_000 * 700] * 2)
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.0, 3.0])
@@ -41,7 +41,7 @@ def test_only_the_ratios_of_the_given_costs_matter(factor: float) -> None:
 
 
 def test_the_costs_are_learnt_whatever_was_given() -> None:
-    costs = StepCosts(np.multiply(TRUE, (3.0, 0.3, 1.0, 4.0, 0.25)).tolist())
+    costs = StepCosts(np.multiply(TRUE, (3.0, 0.3, 1.0, 4.0, 2.0, 0.25)).tolist())
     for work in steps(500):
         costs.observe(seconds(work), work)
     found = costs.estimate(REST)

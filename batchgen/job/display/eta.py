@@ -193,5 +193,6 @@ def prior_costs(spec: ModelSpec, rates: Rates) -> tuple[float, ...]:
         2.0 * body / flops,
         (2.0 * products + 1.0) / flops,  # above 0 for models without attention, too
         2.0 * head / flops + 1e-6,
+        (2.0 * products + 1.0) / flops,
         (spec.kv_bytes_per_token + 1.0) / bandwidth,
     )

@@ -165,10 +165,10 @@ class _Forecaster:
     def on(self, devices: int) -> Forecast:
         """The forecast for some devices."""
         machine, work = self._machine, self._work(devices)
-        steps, tokens, prompt_reads, decoded, reads = machine.costs.parts(work.expected, self._prior)
+        steps, tokens, prompt_reads, decoded, positions, reads = machine.costs.parts(work.expected, self._prior)
         parts = {
             "matrix products": tokens + decoded,
-            "attention of prompts": prompt_reads,
+            "attention": prompt_reads + positions,
             "memory bandwidth": steps * self._of_weights + reads,
             "steps": steps * (1.0 - self._of_weights),
             **self._fixed,

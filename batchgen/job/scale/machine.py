@@ -49,7 +49,7 @@ _DESCRIBED, _MEASURED, _SIMILAR = 0.3, 0.06, 0.2
 another one."""
 _ROWS_MEASURED: Final = 1000
 """Rows from which on their cost outside the model is that of a run: fewer hide what a job of any size takes."""
-_COSTS: Final = 5
+_COSTS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
