@@ -62,6 +62,19 @@ def test_products_start_and_rows(tmp_path: Path) -> None:
     assert one["limited_by"] == "start"
 
 
+def test_logits_of_scored_texts_and_of_prompts_are_products(tmp_path: Path) -> None:
+    machine = f"{ENDLESS}memory_gb_per_second = 1e15\nstep_ms = 0\ntflops = 1e-6\n"
+    ids = list(range(5, 305))
+    seconds = []
+    plain = {"input_ids": ids, "max_new_tokens": 1, "ignore_eos": True}
+    with_logprobs = {**plain, "return_logprob": True, "logprob_start_len": 0}
+    for row in (plain, with_logprobs, {"input_ids": ids[:1], "completions": [ids[1:]]}):
+        write_rows(tmp_path, [row])
+        seconds.append(plan(tmp_path, machine)["devices"][0]["seconds"])
+    assert seconds[1] > 1.05 * seconds[0]
+    assert seconds[2] == pytest.approx(seconds[1], rel=0.05)
+
+
 def test_devices_share_the_rows(tmp_path: Path) -> None:
     write_rows(tmp_path, [fixed(8, 64, first) for first in range(5, 37)])
     machine = f"{ENDLESS}{FAST}step_ms = 1000\nprice_per_hour = 1\n"

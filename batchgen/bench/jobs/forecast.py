@@ -26,8 +26,9 @@ _PILOTS: Final = (
     random_rows(240, (8, 64), (16, 256)),
     random_rows(60, (600, 1500), (8, 64)),
     random_rows(240, (16, 64), (32, 128), Level(1, (700, 700))),
+    random_rows(4, (16, 64), (900, 900)),
 )
-"""Rows of the pilot: of each kind, as many as take seconds."""
+"""Rows of the pilot: of each kind, as many as take seconds. The last ones run alone at the end."""
 
 
 def forecast_lines(jobs: Sequence[EtaJob] = _JOBS) -> Iterator[dict[str, Any]]:

@@ -40,6 +40,8 @@ from batchgen.plan.work import Work, WorkLeft
 from batchgen.request.printable import format_size, json_printable, printable
 
 _MOST_DEVICES: Final = 1000
+_DRAWN: Final = 3
+"""Of the quantities of `StepCosts`, what a token whose logits are computed takes in addition."""
 _SAMPLES_SEEN: Final = 200.0
 """Samples that `--output-tokens` counts as."""
 
@@ -159,6 +161,9 @@ class _Forecaster:
         """Share of a step's cost that reads the weights."""
         start = machine.start_seconds + setup.weight_bytes / machine.load_bytes
         self._fixed = {"start": start, "rows": rows * machine.row_seconds}
+        drawn = Work(decode_tokens=_prompt_logits(workload))
+        self._head = float(machine.costs.parts(drawn, self._prior)[_DRAWN])
+        """Seconds of the logits of prompts."""
         self.mean_tokens = 0.0
         """Expected tokens of a sample."""
 
@@ -167,24 +172,24 @@ class _Forecaster:
         machine, work = self._machine, self._work(devices)
         steps, tokens, prompt_reads, decoded, positions, reads = machine.costs.parts(work.expected, self._prior)
         parts = {
-            "matrix products": tokens + decoded,
+            "matrix products": tokens + decoded + self._head / devices,
             "attention": prompt_reads + positions,
             "memory bandwidth": steps * self._of_weights + reads,
             "steps": steps * (1.0 - self._of_weights),
             **self._fixed,
         }
         doubt = machine.doubt(self._spec)
-        expected, least, most = (self._seconds(each) for each in work)
+        expected, least, most = (self._seconds(each, devices) for each in work)
         low, high = interval(expected, least.mean, most.mean, doubt)
         price = None if machine.price_per_hour is None else devices * machine.price_per_hour / 3600
         costs = [None if price is None else price * each for each in (expected.mean, low, high)]
         limit = max(parts, key=lambda part: parts[part])
         return Forecast(devices, expected.mean, low, high, costs[0], costs[1], costs[2], limit, parts)
 
-    def _seconds(self, work: Work) -> Seconds:
+    def _seconds(self, work: Work, devices: int) -> Seconds:
         """Seconds of all parts."""
         seconds = self._machine.costs.estimate(work, self._prior)
-        return replace(seconds, mean=seconds.mean + sum(self._fixed.values()))
+        return replace(seconds, mean=seconds.mean + self._head / devices + sum(self._fixed.values()))
 
     def _work(self, devices: int) -> WorkLeft:
         """The work of the device with most of it."""
@@ -229,6 +234,14 @@ def _scheduler_config(setup: Setup, workload: JobWorkload, machine: Machine) -> 
     held = with_windows_in(held, workload, engine.page_size, memory.budget(engine.kv_budget))
     pages = pool_pages(workload, held, engine.page_size, engine.kv_budget, memory, (rows, tokens))
     return SchedulerConfig(pages, engine.page_size, rows, tokens)
+
+
+def _prompt_logits(workload: JobWorkload) -> int:
+    """Prompt positions whose logits are computed: those of texts to score, and of prompts with logprobs."""
+    table, ends = workload.table, workload.tree.end[workload.tree.node_of_request]
+    with_logprobs = [p.logprob_start_len if p.return_logprob else -1 for p in table.params]
+    starts = np.maximum(table.score_start, table.by_params(with_logprobs, np.int32))
+    return int(np.where((workload.samples > 0) & (starts >= 0), ends - starts, 0).sum())
 
 
 def _seen(workload: JobWorkload, mean: float) -> Lengths:
