@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -213,7 +213,8 @@ def main(words: Sequence[str]) -> int:
         seconds, equal, what = [], [], ""
         for killed in (False, True):
             with new_job(model, rows) as job:
-                what = WAYS[way](job, killed)
+                with redirect_stdout(sys.stderr):  # Ray prints what it sees
+                    what = WAYS[way](job, killed)
                 seconds.append(round(time.monotonic() - job.began, 1))
                 table = pq.read_table(job.folder / "out.parquet").drop_columns(["cached_tokens"])
                 expected = table if expected is None else expected
