@@ -26,8 +26,8 @@ _GROUPS: Final = {
         "embeddings", "hidden-states", "streaming", "processors", "lora", "other-systems",
     ),
     "Jobs and results": (
-        "configuration", "sharding", "export", "verify", "reliability", "deterministic", "python", "ray", "evaluation",
-        "reference", "security",
+        "configuration", "sharding", "report", "export", "verify", "reliability", "deterministic", "python", "ray",
+        "evaluation", "reference", "security",
     ),
     "How it works": (
         "models", "kernels", "planning", "architecture", "benchmarks", "limits", "glossary",

@@ -1,4 +1,4 @@
-"""The commands `show`, `merge`, `export` and `verify`."""
+"""The commands `show`, `report`, `merge`, `export` and `verify`."""
 
 from __future__ import annotations
 
@@ -98,6 +98,16 @@ Exported: TypeAlias = Annotated[
         parser=_name_to_write,
     ),
 ]
+Page: TypeAlias = Annotated[
+    str | None,
+    _option(
+        "PATH",
+        "File to write; - is stdout. Default: OUT with the suffix .html. Example: -o report.html",
+        "--output",
+        "-o",
+        parser=_name_to_write,
+    ),
+]
 MovedTokenizer: TypeAlias = Annotated[
     str | None,
     _option("PATH", "Tokenizer of the run if it has moved; needed for logprobs. Example: --tokenizer ./tok"),
@@ -136,6 +146,7 @@ def register(app: typer.Typer) -> None:
     replaced = {parameter.name: parameter.annotation for parameter in option_parameters(tuple(options))}
     for name, command in (
         ("show", show),
+        ("report", report),
         ("merge", merge),
         ("export", export),
         ("verify", gather(verify, "changes", replaced)),
@@ -156,6 +167,24 @@ def show(
         show_row(out, row, finished=finished)
     else:
         show_results(out, errors_only=errors, limit=limit or None, finished=finished)
+
+
+def report(
+    out: Results,
+    inputs: Inputs = None,
+    output: Page = None,
+    tokenizer: MovedTokenizer = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write one HTML page that shows a job: speed, lengths, errors, prompts and answers.
+
+    The page needs no network. Prompts are read from the run's input files, if they are still there.
+
+    Example: batchgen report results.parquet
+    """
+    from batchgen.job.results.report import write_page  # imports pyarrow, which is slow
+
+    write_page(out, output, inputs=inputs, tokenizer=tokenizer, overwrite=overwrite)
 
 
 def merge(

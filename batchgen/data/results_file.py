@@ -31,6 +31,7 @@ _RECORD: Kinds = {
     "clock": (str, NoneType),
     "job": (dict, NoneType),
     "row_shapes": (str, NoneType),
+    "timeline": (list, NoneType),
 }
 """Types in the run record of a footer."""
 NULLS_KEY = b"batchgen.nulls"

@@ -43,6 +43,8 @@ class LoopState:
 
     steps: int = 0
     output_tokens: int = 0
+    prompt_tokens: int = 0
+    """Number of computed prompt tokens."""
     running: int = 0
     discarded: int = 0
     """Number of discarded tokens: sampled before the host knew that their sequence had ended."""
@@ -278,6 +280,8 @@ class Loop:
         """Remove the sequences that have ended and yield their completions."""
         self.state.running = len(self._sequences) - len(ended.sequences)
         self.state.kv_pages_used = self._scheduler.group_pages_in_use[0]
+        stats = self._scheduler.stats
+        self.state.prompt_tokens = stats.prompt_tokens + stats.recomputed_last_tokens
         for sequence in ended.sequences:
             removed = self._remove(sequence)
             index = removed.request.index

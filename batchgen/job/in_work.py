@@ -16,6 +16,7 @@ leaves nothing in work.
 
 from __future__ import annotations
 
+import heapq
 import json
 import time
 import zlib
@@ -43,6 +44,8 @@ _MAX_RANGES: Final = 16
 _DEATHS_TO_SUSPECT: Final = 2
 DEATHS_ALONE: Final = 3
 _MOST_ALONE: Final = 5
+_SLOWEST: Final = 12
+"""Most samples whose times are kept."""
 
 _KINDS: Final[Kinds] = {"job": str, "counted": int, "reading": list, "rows": dict}
 
@@ -157,6 +160,10 @@ class Record(WorkRecord):
         self._cells[_JOB], self._cells[_STAMP], self._cells[_LOW] = _job_of(key), time.time_ns(), 1
         self._free = list(range(_CELLS - 1, _ROWS - 1, -1))
         self._places: dict[int, int] = {}
+        self._began: dict[int, tuple[float, int]] = {}
+        """Running sample -> when it began, and its row."""
+        self.slowest: list[tuple[float, int]] = []
+        """Seconds of the samples that took longest, and their rows; a heap."""
 
     def __enter__(self) -> Self:
         return self
@@ -208,6 +215,7 @@ class Record(WorkRecord):
 
     def started(self, number: int, row: int) -> None:
         """Sample `number` of a row is about to start."""
+        self._began[number] = time.monotonic(), row
         if self._free:  # more samples than cells: the others keep their rows' names
             place = self._places[number] = self._free.pop()
             self._cells[place] = row + 1
@@ -218,6 +226,12 @@ class Record(WorkRecord):
             if (place := self._places.pop(number, None)) is not None:
                 self._cells[place] = 0
                 self._free.append(place)
+            if (known := self._began.pop(number, None)) is not None and request >= 0:
+                self.took(time.monotonic() - known[0], known[1])
+
+    def took(self, seconds: float, row: int) -> None:
+        """A sample of a row took so long from its start to its end."""
+        (heapq.heappush if len(self.slowest) < _SLOWEST else heapq.heappushpop)(self.slowest, (seconds, row))
 
     def before(self, plan: StepPlan) -> float:
         """A step begins."""

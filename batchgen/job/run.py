@@ -19,11 +19,13 @@ from batchgen.data.files import exists
 from batchgen.data.schema import ASKED, OutputRow, asked_columns, results_schema
 from batchgen.data.store.committed import Committed, first_of_prompt
 from batchgen.data.store.parts import PartWriter
+from batchgen.data.store.timeline import Timeline
 from batchgen.data.store.work_folder import WorkFolder, output_paths
 from batchgen.data.store.work_parts import PartsCopy, has_results, parts_copy
 from batchgen.engine.advice import output_advice
 from batchgen.engine.engine import Engine
 from batchgen.engine.gc_control import DeferredGC
+from batchgen.engine.loop import LoopState
 from batchgen.engine.outputs.streaming import Emit
 from batchgen.engine.running import Running
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
@@ -141,6 +143,7 @@ class _Job:
         self.collector.freeze_all()
         with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
             self.in_work = self.opened.enter_context(InWork(work, retry_errors=self.config.retry_errors))
+            self.timeline = work.timeline = Timeline(lambda: self.in_work.slowest)
             self.stop.abandon = self.in_work.close
             # Weights are loaded, and kernels compiled, while the rows are tokenised.
             workers = workers_of(setup, work)
@@ -366,11 +369,17 @@ class _Job:
                 self.prompts_left[first.row_index] = left
             else:
                 self.rows_done += 1
+        self._sample(running.state, ends=True)
         self._report(rows_done=self.rows_done, left=self.state.left if self.stop.requested else DONE)
+
+    def _sample(self, state: LoopState, *, ends: bool = False) -> None:
+        use = state.kv_pages_used / max(1, state.kv_pages)
+        self.timeline.add(state.output_tokens, state.prompt_tokens, state.running, use, ends=ends)
 
     def _tick(self, running: Generation) -> bool:
         """Between two steps: report progress and return whether to stop."""
         state = running.state
+        self._sample(state)
         self._report(
             rows_done=self.rows_done,
             completion_tokens=state.output_tokens,

@@ -23,6 +23,7 @@ from batchgen.data.states_result import write_states_result
 from batchgen.data.store.committed import Committed, intact_parts
 from batchgen.data.store.expected import ExpectedKeys
 from batchgen.data.store.output_budget import OutputBudget
+from batchgen.data.store.timeline import timeline_of
 from batchgen.data.store.work_folder import OutputPaths, WorkFolder
 from batchgen.errors import BatchgenError, OutputError
 
@@ -44,7 +45,7 @@ def finish(
     Args:
         work: the work folder, without an open writer.
         expected: every prompt of the job.
-        run: record for the footer; `fingerprint`, `shard` and `rows` are added.
+        run: record for the footer; `fingerprint`, `shard`, `rows` and `timeline` are added.
         memory_bytes: approximate bytes of rows in memory.
         max_bytes: most bytes of results and hidden states together.
         publish: writes the output in another format from the complete results file, which is then removed.
@@ -72,6 +73,8 @@ def finish(
         "shard": None if shard is None else [*shard],
         "rows": len(rows.keys),
     }
+    if samples := timeline_of(parts):
+        footer["timeline"] = samples
     # In the other format nothing keeps the results file, so it stays in the folder of temporary files.
     paths = work.paths if publish is None else replace(work.paths, result=work.scratch / "whole.parquet")
     try:
@@ -124,7 +127,7 @@ def write_output(
     """
     scratch = work.scratch
     states, result = scratch / "states.parquet", scratch / "result.parquet"
-    shared = {name: value for name, value in footer.items() if name != "row_shapes"}
+    shared = {name: value for name, value in footer.items() if name not in ("row_shapes", "timeline")}
     count = 0
     if rows.states:
         with _written_back(states):

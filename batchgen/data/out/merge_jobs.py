@@ -24,6 +24,7 @@ from batchgen.data.store.committed import first_of_prompt, read_keys
 from batchgen.data.store.job_changes import INPUT_FILES, changes, describe_changes
 from batchgen.data.store.lock import RunLock
 from batchgen.data.store.reuse import Moves, copy_rows, prompts_of
+from batchgen.data.store.timeline import joined
 from batchgen.data.store.work_folder import OutputPaths, RunIdentity, WorkFolder, belongs_to, output_paths
 from batchgen.errors import FingerprintError, InputError, UsageError
 
@@ -114,6 +115,8 @@ def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Pa
         numbered = [np.arange(len(its)) + start for its, start in zip(rows, starts, strict=False)]
         footer = merged_record(footers, numbered, len(keys)) | _of_jobs(footers) | {"fingerprint": fingerprint}
         footer.pop("merged_shards", None)
+        for run in footer.get("timeline", ()):
+            run["slowest"] = []  # rows have other numbers now
         write_output(paths, CommittedRows(parts, keys, states), footer, schema_of(files[0]), work)
         return len(keys)
 
@@ -178,11 +181,13 @@ def merged_record(footers: Sequence[Mapping[str, Any]], rows: Sequence[Rows], co
         count: rows of the merged file.
     """
     counts = {name: [footer.get(name) for footer in footers] for name in ("input_rows", "rows_skipped")}
+    samples = joined(run for footer in footers for run in footer.get("timeline") or ())
     backends = [footer["grammar_backends"] for footer in footers if "grammar_backends" in footer]
     return {
         **footers[0],
         **{name: None if None in values else sum(values) for name, values in counts.items()},
         **({"grammar_backends": sorted(set().union(*backends))} if backends else {}),
+        **({"timeline": samples} if samples else {}),
         "shard": None,
         "rows": count,
         "created": max(footer["created"] for footer in footers),

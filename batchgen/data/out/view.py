@@ -280,9 +280,9 @@ class Totals(AnswerCounts):
     """`met`, `failed` -> number of answers whose finished text was checked against their constraint."""
 
 
-def read_totals(path: Path) -> Totals:
-    """Compute the totals of a results file, whose rows must be in input order."""
-    totals = Totals()
+def read_totals(path: Path, totals: Totals | None = None) -> Totals:
+    """Compute the totals of a results file, whose rows must be in input order; with those of the files before it."""
+    totals = Totals() if totals is None else totals
     last_row = last_error = -1
     with open_parquet(path) as file:
         for batch in (batch for table in file.groups(_COLUMNS) for batch in table.to_batches()):

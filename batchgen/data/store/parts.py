@@ -249,6 +249,7 @@ class PartWriter:
 def part_schema(work: WorkFolder, states: int = 0) -> pa.Schema:
     """The schema of a part, with footer keys: the job's fingerprint, the work's state, the number of state records."""
     keys = {VERSION_KEY: SCHEMA_VERSION.encode(), FINGERPRINT_KEY: work.identity.key.encode(), **state_copy(work.state)}
+    keys |= {} if work.timeline is None else work.timeline.footer()
     return work.schema.with_metadata(keys | ({STATES_KEY: str(states).encode()} if states else {}))
 
 

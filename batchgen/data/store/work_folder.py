@@ -31,6 +31,7 @@ from batchgen.data.schema import STATES_CONTENTS, Asked, results_schema
 from batchgen.data.states import states_part
 from batchgen.data.store.damage import Note, damaged_folder, ignore, set_aside
 from batchgen.data.store.lock import HELD_NAME, LOCK_NAME, RunLock
+from batchgen.data.store.timeline import Timeline
 from batchgen.data.store.work_parts import earlier_parts, part_files
 from batchgen.data.store.work_state import STATE_NAME, file_mark, write_state
 from batchgen.errors import OutputError
@@ -142,6 +143,8 @@ class WorkFolder:
         """The folder of committed hidden states; exists only if rows return them."""
         self.asked: Asked = ()
         """Columns that follow from what the job's rows ask for, set when they are read."""
+        self.timeline: Timeline | None = None
+        """What the run does over time; each part holds it as far as it is known."""
         self._lock = lock
         self._aside: list[Path] = []
 

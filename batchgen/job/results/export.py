@@ -57,14 +57,14 @@ def export_results(
             return write_jsonl(results, streams[0])
         if shape == "kd":
             return write_kd(results, streams[0])
-        return write_openai(results, streams[0], streams[-1], _piece_lookup(run, tokenizer))
+        return write_openai(results, streams[0], streams[-1], piece_lookup(run, tokenizer))
 
     if target == STDIN and shape == "kd":
         raise UsageError("--format kd writes Parquet, which does not go to stdout. Name a file with -o.")
     if target == STDIN:
         counts, where = write([cast("BinaryIO", EscapedJson(sys.stdout.buffer))]), ""
     else:
-        _refuse_overwriting_sources(files, out, run)
+        refuse_overwriting_sources(files, out, run)
         counts, where = write_files(files, write, overwrite), f"{', '.join(map(str, files))}: "
     what = "rows" if shape == "openai-batch" else "samples"
     others = f", {counts.left_out:,} without top logprobs left out" if counts.left_out else ""
@@ -115,7 +115,7 @@ def write_files(
     return counts[0]
 
 
-def _refuse_overwriting_sources(targets: Sequence[Path], out: Path, run: Mapping[str, Any]) -> None:
+def refuse_overwriting_sources(targets: Sequence[Path], out: Path, run: Mapping[str, Any]) -> None:
     """Refuse to overwrite the results or the inputs of their run, even with --overwrite."""
     reserved = ReservedPaths(out)
     for target in targets:
@@ -136,7 +136,7 @@ def _is_same(target: Path, recorded: Mapping[str, Any]) -> bool:
         return bool(hashlib.file_digest(stream, "sha256").hexdigest() == recorded.get("sha256"))
 
 
-def _piece_lookup(run: Mapping[str, Any], named: str | None) -> Callable[[int], TokenPiece]:
+def piece_lookup(run: Mapping[str, Any], named: str | None) -> Callable[[int], TokenPiece]:
     """Token id -> piece. The tokenizer is loaded at the first call: rows without logprobs do not need it."""
 
     @cache

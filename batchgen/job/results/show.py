@@ -56,7 +56,7 @@ def show_results(
     rows = islice(results.rows(errors=errors_only, columns=_LISTED), limit)
     if not console.is_terminal:
         for row in rows:
-            fields = (_label(row), row["id"] or "", row["status"], _outcome(row), _message(row))
+            fields = (_label(row), row["id"] or "", row["status"], _outcome(row), message_of(row))
             sys.stdout.write("\t".join(printable(field) for field in fields) + "\n")
         return
     listed = list(rows)
@@ -117,7 +117,9 @@ def _table(rows: Sequence[Record], width: int) -> Table:
     text_width = max(width - used, _TEXT_WIDTH)
     for row, (label, row_id, outcome) in zip(rows, lines, strict=True):
         style = "red" if row["status"] == "error" else ""
-        table.add_row(Text(label), Text(row_id), Text(outcome, style=style), Text(_truncate(_message(row), text_width)))
+        table.add_row(
+            Text(label), Text(row_id), Text(outcome, style=style), Text(_truncate(message_of(row), text_width))
+        )
     return table
 
 
@@ -133,7 +135,7 @@ def _block(row: Record) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in row.items():
-        shown = printable(_calls(value)) if name == "tool_calls" else _format_value(value)
+        shown = printable(calls_text(value)) if name == "tool_calls" else _format_value(value)
         table.add_row(Text(printable(name)), Text(shown))
     table.add_row("", "")
     return table
@@ -167,7 +169,7 @@ def _outcome(row: Record) -> str:
     return str(row["error"]["code"] if row["error"] else row["finish_reason"] or row["status"])
 
 
-def _message(row: Record) -> str:
+def message_of(row: Record) -> str:
     """The error of a sample, or its text and calls, or the scores of a row that has them."""
     if row["error"]:
         return str(row["error"]["message"])
@@ -176,7 +178,7 @@ def _message(row: Record) -> str:
     if row.get("embedding") is not None:
         first = ", ".join(f"{number:.4g}" for number in row["embedding"][:4])
         return f"{len(row['embedding'])} numbers: {first}, ..."
-    return " ".join(filter(None, (row["text"], _calls(row.get("tool_calls")))))
+    return " ".join(filter(None, (row["text"], calls_text(row.get("tool_calls")))))
 
 
 def _score(score: Record) -> str:
@@ -186,7 +188,7 @@ def _score(score: Record) -> str:
     return f"sum {score['sum']:.6g}, mean {score['mean']:.6g}, {score['tokens']} tokens{greedy}"
 
 
-def _calls(text: str | None) -> str:
+def calls_text(text: str | None) -> str:
     """Calls of tools as `name(argument=value)`."""
     calls = [call["function"] for call in read_json(text or "[]", unwritable=True)]
     return " ".join(f"{call['name']}({_arguments(call['arguments'])})" for call in calls)

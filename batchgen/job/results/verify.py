@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from batchgen.config.run_config import RunConfig
-from batchgen.config.units import STDIN
 from batchgen.data.out.compare import Difference, choose_rows, compare
 from batchgen.data.out.export import finished_results
 from batchgen.data.out.merge_jobs import is_merged
 from batchgen.data.out.view import Results
-from batchgen.data.read.input_files import FoundInput, find_inputs
-from batchgen.data.read.input_set import InputSet, open_inputs
+from batchgen.data.read.input_set import InputSet
 from batchgen.data.schema import OutputRow, asked_columns, completions_to_table
 from batchgen.engine.engine import Engine
 from batchgen.errors import FingerprintError, InputError, UsageError
-from batchgen.job.preflight import CheckedJob, check_engine_model, reserved_paths
+from batchgen.job.preflight import CheckedJob, check_engine_model
+from batchgen.job.results.inputs import found_inputs, same_inputs
 from batchgen.job.rows.request_hashes import MODEL_FACTS
 from batchgen.job.setup import Setup, prepare
 from batchgen.request.fields.declared import ID_NAMES
@@ -31,7 +30,6 @@ from batchgen.request.table.request_table import RequestTable
 
 _SAME = "same"
 """Verdict on a row that was computed as before."""
-_NAME_INPUTS = "Name the original files: batchgen verify OUT INPUT..."
 _MODEL_FACTS = (*MODEL_FACTS, "template_digest", "adapters")
 
 ROUNDING = (
@@ -67,8 +65,8 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     config = RunConfig.restore(run["configuration"], out, changes)
     clock = run.get("clock") or config.engine.clock  # the rows are rendered with the time that the job saw
     config = replace(config, engine=replace(config.engine, max_num_seqs=1, clock=clock))
-    files = _found_inputs(config, run)
-    inputs = _same_inputs(files, run)
+    files = found_inputs(config, run, "verify")
+    inputs = same_inputs(files, run, "verify")
     processors = load_processors(config.engine.logit_processor)
     _check_processors(processors, run["logit_processors"])
     _check_library(config.engine.flash_library, run)
@@ -86,36 +84,6 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
         print(ELSEWHERE if run["deterministic"] else ROUNDING)
     sys.stdout.flush()
     return same == len(chosen)
-
-
-def _found_inputs(config: RunConfig, run: Mapping[str, Any]) -> tuple[FoundInput, ...]:
-    """The input files of the run, or those named instead. The recorded paths are used: a pattern may match others.
-
-    Raises:
-        InputError: a file is missing.
-    """
-    paths = config.inputs
-    if tuple(paths) == tuple(run["configuration"]["inputs"]):
-        paths = tuple(file["path"] for file in run["inputs"])
-    if STDIN in paths:
-        raise InputError(f"the run read standard input, which is not stored. {_NAME_INPUTS}")
-    return tuple(find_inputs(paths, reserved_paths(config), config.input_format))
-
-
-def _same_inputs(files: Sequence[FoundInput], run: Mapping[str, Any]) -> InputSet:
-    """The input files of the run, with unchanged content.
-
-    Raises:
-        InputError: a file is missing or has changed.
-    """
-    inputs, recorded = open_inputs(files), run["inputs"]
-    if len(inputs.files) != len(recorded):
-        raise InputError(f"the run had {len(recorded)} input files, not {len(inputs.files)}. {_NAME_INPUTS}")
-    for file, was in zip(inputs.files, recorded, strict=True):
-        # A copy elsewhere has another kind of mark: of that only the size is compared.
-        if any(was.get(name, value) != value for name, value in file.record().items() if name != "path"):
-            raise InputError(f"{was['path']} has changed since the run (its content differs). {_NAME_INPUTS}")
-    return inputs
 
 
 def _check_processors(named: Mapping[str, LoadedProcessor], recorded: Mapping[str, Any]) -> None:

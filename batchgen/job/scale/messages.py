@@ -97,6 +97,8 @@ class Ended:
     counts: RunCounts
     facts: Mapping[str, Any]
     notes: Sequence[str]
+    slowest: Sequence[tuple[float, int]]
+    """Seconds that a sample took, and its row."""
 
 
 @dataclass(frozen=True, slots=True)

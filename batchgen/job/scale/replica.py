@@ -111,7 +111,8 @@ class Replica:
         for group in running.loop.run(self._tick):
             self._groups.append(group)
         self._send()
-        self._results.send(Ended(RunCounts.of(running), self._engine.facts, running.loop.notes))
+        slowest, self._record.slowest = self._record.slowest, []
+        self._results.send(Ended(RunCounts.of(running), self._engine.facts, running.loop.notes, slowest))
 
     def _emit(self, events: Sequence[StreamEvent]) -> None:
         self._events += events

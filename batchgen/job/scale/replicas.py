@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import numpy as np
@@ -186,11 +186,13 @@ class Replicas(Generation):
                 if len(requests):
                     member.requests = np.setdiff1d(member.requests, requests)
                     self._waiting.append((requests, None))
-            case Ended(counts, facts, notes):
+            case Ended(counts, facts, notes, slowest):
                 member.is_busy, member.alone, member.unbegun = False, None, 0
-                member.state = replace(member.state, running=0, kv_pages_used=0)
+                member.state = LoopState(kv_pages=member.state.kv_pages)
                 self._counts = counts if self._counts is None else self._counts.plus(counts)
                 self._facts |= facts
+                for seconds, row in slowest:
+                    self._record.took(seconds, row)
                 self._notes |= dict.fromkeys(notes)
             case Failed(error, text):
                 if text:
@@ -273,10 +275,11 @@ class Replicas(Generation):
     @property
     def state(self) -> LoopState:
         """Of all processes together."""
-        states = [member.state for member in self._members]
+        states, ended = [member.state for member in self._members], self._counts
         return LoopState(
             steps=sum(state.steps for state in states),
-            output_tokens=sum(state.output_tokens for state in states),
+            output_tokens=sum(state.output_tokens for state in states) + (ended.output_tokens if ended else 0),
+            prompt_tokens=sum(state.prompt_tokens for state in states) + (ended.computed_prompt_tokens if ended else 0),
             running=sum(state.running for state in states),
             kv_pages_used=sum(state.kv_pages_used for state in states),
             kv_pages=sum(state.kv_pages for state in states),
