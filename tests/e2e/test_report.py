@@ -12,6 +12,7 @@ import pytest
 from batchgen.data.results_file import parquet_writer
 from batchgen.data.schema import OutputRow, completions_to_table, with_footer
 from batchgen.request.completion import Completion
+from tests.data.remote.bucket import use
 from tests.e2e.report_rows import HOSTILE, data_of, write_rows
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import interrupt, run
@@ -119,6 +120,13 @@ def test_inputs_that_moved_or_changed(tmp_path: Path) -> None:
     assert "not read" not in run(["report", "out.parquet", "moved.jsonl", "--overwrite"], tmp_path).stderr
     write_lines(tmp_path / "moved.jsonl", SIMPLE[::-1])
     assert "has changed" in run(["report", "out.parquet", "moved.jsonl", "--overwrite"], tmp_path).stderr
+
+
+def test_an_output_at_a_url(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch).objects["b/out.parquet"] = (folder / "out.parquet").read_bytes()
+    run(["report", "s3://b/out.parquet", str(folder / "in.jsonl")], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.html"]
+    assert data_of(tmp_path / "out.html")["figures"] == data_of(folder / "out.html")["figures"]
 
 
 def test_a_stopped_and_resumed_job(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
+from batchgen.config.urls import RemotePath
 from batchgen.data.durable_files import refuse_existing, write_durably
 from batchgen.data.files import followed, temporary_near
 from batchgen.data.out.merge_jobs import is_merged
@@ -64,7 +65,7 @@ def write_page(
 
     Args:
         out: a results file, a folder of shards, or unfinished work.
-        target: the file to write, `-` for stdout; None for OUT with the suffix .html.
+        target: the file to write, `-` for stdout; None for OUT with the suffix .html, of a URL in the current folder.
         inputs: input files of the run if they have moved.
         tokenizer: folder or id of the tokenizer, if the one recorded in the output is gone.
         overwrite: whether an existing file is replaced.
@@ -81,14 +82,14 @@ def write_page(
             "batchgen report draws with vl-convert-python, which is not installed: pip install 'batchgen[report]'"
         ) from None
     results = open_results(out)
-    path = followed(Path(target) if target else out.with_suffix(".html"))
+    default = Path(f"{out.stem}.html") if isinstance(out, RemotePath) else out.with_suffix(".html")
+    path = followed(Path(target) if target else default)
     if target != STDIN:
         refuse_overwriting_sources([path], out, results.footer or {"inputs": ()})
         refuse_existing(path, overwrite)
     data = _Shown(results, inputs, tokenizer).data(out)
-    made = page(
-        data, f"{printable(out.name)} - batchgen report", vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    )
+    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    made = page(data, f"{printable(out.name)} - batchgen report", library)
     if target == STDIN:
         sys.stdout.buffer.write(made)
         sys.stdout.flush()
