@@ -156,6 +156,16 @@ def test_shards_and_their_merge(tmp_path: Path) -> None:
     assert len(pages[1]["timeline"]) == 2
 
 
+def test_replicas_are_one_run(tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", SIMPLE)
+    options = ["--replicas", "2", "--device", "cpu", "--report", "-"]
+    report = run(["run", "in.jsonl", "-o", "out.parquet", *options], tmp_path).report
+    (timeline,) = data_of(run(["report", "out.parquet", "-o", "-"], tmp_path).stdout)["timeline"]
+    assert sum(timeline["output_tokens"]) == pytest.approx(report["completion_tokens"], abs=0.5)
+    assert sum(timeline["prompt_tokens"]) == pytest.approx(report["computed_prompt_tokens"], abs=0.5)
+    assert len(timeline["slowest"]) == 12
+
+
 def test_a_large_output_is_sampled(tmp_path: Path) -> None:
     table = completions_to_table(
         [
