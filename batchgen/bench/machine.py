@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import batchgen
+from batchgen.kernels.cpu.build import CompilerMissing, find_compiler
 from batchgen.library_settings import processors
 
 
@@ -20,6 +21,18 @@ def cpu_name() -> str:
     except OSError:
         pass  # not Linux
     return platform.processor() or platform.machine()
+
+
+def compiler_name() -> str | None:
+    """Path and version of the C++ compiler; None if there is none."""
+    try:
+        command = find_compiler()
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=10, check=False)
+    except CompilerMissing:
+        return None
+    except (OSError, subprocess.SubprocessError):
+        return command[0]
+    return f"{command[0]} ({done.stdout.splitlines()[0].strip()})" if done.stdout else command[0]
 
 
 def machine() -> dict[str, Any]:

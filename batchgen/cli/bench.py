@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from batchgen.bench.config import OPTIONS
-from batchgen.cli.flags import GroupedCommand, gather, option_parameters
+from batchgen.cli.flags import gather, option_parameters
+from batchgen.cli.grouped_command import GroupedCommand
 
 _FROM_HELP = (
     "Compare and draw the results of earlier runs, read from their JSON lines, without measuring. "

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from batchgen.config.engine_config import INPUT
 from batchgen.config.option_types import BOOL, Option
 from batchgen.config.resolve import resolve_config
-from batchgen.config.run_config import GROUPS, OPTIONS
+from batchgen.config.run_config import OPTIONS
 from batchgen.errors import UsageError
 from batchgen.request.fields.other_systems import FLAGS_OF_OTHERS
 
@@ -40,23 +39,6 @@ _INPUT_HELP = (
     "stdin. Example: prompts.jsonl"
 )
 _INPUT_OPTION_HELP = "Input file, as INPUT; repeatable, and after all INPUTs in order. Example: -i prompts.jsonl"
-
-
-class GroupedCommand(TyperCommand):
-    """Command whose help lists the options by group and never truncates them."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, then the options of each group."""
-        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{group: [] for group in GROUPS}, "Options": []}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                panels[getattr(parameter, "rich_help_panel", None) or kind].append(record)
-        for title, records in panels.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
 
 
 def gather(command: Callable[..., None], into: str, options: Mapping[str, Any]) -> Callable[..., None]:
@@ -176,7 +158,17 @@ def _info(option: Option, names: tuple[str, ...], text: str, metavar: str | None
         hidden=not option.supported,
         rich_help_panel=option.group,
         show_default=False,
+        autocompletion=completer(option.choices) if option.choices and metavar else None,
     )
+
+
+def completer(words: Sequence[str]) -> Callable[[str], list[str]]:
+    """Completion of a value in the shell by one of the words."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return complete
 
 
 def _switch_name(option: Option, choice: str) -> str:

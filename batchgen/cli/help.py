@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
+import shutil
 import sys
-from contextlib import redirect_stdout
+import textwrap
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from batchgen.cli.flags import GroupedCommand
-from batchgen.config.run_config import GROUPS
+from batchgen.cli.flags import completer
+from batchgen.cli.grouped_command import GroupedCommand
+from batchgen.config.run_config import GROUPS, OPTIONS
 from batchgen.errors import UsageError
+from batchgen.job.display.pager import paged
 from batchgen.request.fields.other_systems import ANSWERS, FLAGS_OF_OTHERS, NAMES, snake_case
 from batchgen.request.printable import unescaped
 
@@ -36,6 +39,7 @@ _GROUPS: Final = {
 }  # fmt: skip
 TOPICS: Final = tuple(topic for topics in _GROUPS.values() for topic in topics)
 """Name of each page, in the order of the list that `batchgen help` prints."""
+_FOR_DEVELOPERS: Final = {*_GROUPS["Working on batchgen"], "architecture"}
 _LINK: Final = re.compile(r"\[([^\]]+)\]\((?:([\w-]+)\.md)?(?:#[\w-]+)?\)")
 """A link to a page, or to a heading of the same page."""
 _LISTING: Final = re.compile(r"^.* <!-- (commands|flags|names) -->\n", re.M)
@@ -43,6 +47,8 @@ _LISTING: Final = re.compile(r"^.* <!-- (commands|flags|names) -->\n", re.M)
 _PAGES: Final = Path(__file__).parents[1] / "docs"
 _WIDEST: Final = 110
 """Columns of a page in a wide terminal."""
+_MOST_HITS: Final = 12
+"""Sections that a search lists."""
 
 
 def register(app: typer.Typer) -> None:
@@ -52,15 +58,7 @@ def register(app: typer.Typer) -> None:
 
 
 def page_path(topic: str) -> Path:
-    """The Markdown file of a topic.
-
-    Raises:
-        UsageError: there is no such topic; the message names the nearest one.
-    """
-    if topic not in TOPICS:
-        near = get_close_matches(topic, TOPICS, n=1)
-        hint = f" Did you mean `{near[0]}`?" if near else ""
-        raise UsageError(f"there is no help topic `{topic}`.{hint} `batchgen help` lists the topics.")
+    """The Markdown file of a topic."""
     return _PAGES / f"{topic}.md"
 
 
@@ -72,21 +70,30 @@ def summary_of(topic: str) -> str:
 
 def show_help(
     context: typer.Context,
-    topic: Annotated[
-        str | None,
-        typer.Argument(metavar="TOPIC", show_default=False, help="Page to read; none: list them. Example: resume"),
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TOPIC|WORD...",
+            show_default=False,
+            help="Page to read, or words to search the pages for; none: list the pages. Example: resume",
+            autocompletion=completer(TOPICS),
+        ),
     ] = None,
 ) -> None:
-    """Read the documentation: its topics, or one page.
+    """Read the documentation: its topics, one page, or what the pages say about a word.
 
     Example: batchgen help constraints
     """
+    if words and (len(words) > 1 or words[0] not in TOPICS):
+        found = _search(words)
+        paged(found) if sys.stdout.isatty() else typer.echo(found, nl=False)
+        return
     text = _contents()
-    if topic is not None:
+    if words:
         root = context.find_root().command
-        text = _LISTING.sub(lambda line: _listed(line[1], root), page_path(topic).read_text(encoding="utf-8"))
+        text = _LISTING.sub(lambda line: _listed(line[1], root), page_path(words[0]).read_text(encoding="utf-8"))
     if sys.stdout.isatty():
-        _show_markdown(text, paged=topic is not None)
+        _show_markdown(text, is_page=bool(words))
     else:
         typer.echo(text, nl=False)
 
@@ -118,7 +125,10 @@ def _contents() -> str:
         f"## {title}\n\n" + "".join(f"    {topic:<{width}}  {summary_of(topic)}\n" for topic in topics)
         for title, topics in _GROUPS.items()
     ]
-    intro = "`batchgen help TOPIC` shows a page; `batchgen COMMAND --help` lists a command's options.\n\n"
+    intro = (
+        "`batchgen help TOPIC` shows a page, `batchgen help WORD` searches them; `batchgen COMMAND --help` lists a "
+        "command's options.\n\n"
+    )
     return "# batchgen help\n\n" + intro + "\n".join(sections)
 
 
@@ -127,20 +137,83 @@ def _spoken(link: re.Match[str]) -> str:
     return f"{link[1]} (`batchgen help {link[2]}`)" if link[2] else link[1]
 
 
-def _show_markdown(text: str, paged: bool) -> None:
+def _show_markdown(text: str, is_page: bool) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
 
     console = Console()
     console = Console(width=min(console.width, _WIDEST))
-    os.environ.setdefault("LESS", "-RFX")  # colours pass through; a page that fits the screen needs no pager
-    page = Markdown(_LINK.sub(_spoken, text), hyperlinks=False)
-    if paged:
-        # The pager may write the page, which holds sequences for its colours, to standard output itself.
-        with redirect_stdout(unescaped(sys.stdout)), console.pager(styles=True):
-            console.print(page)
+    with console.capture() as captured:
+        console.print(Markdown(_LINK.sub(_spoken, text), hyperlinks=False))
+    if is_page:
+        paged(captured.get())
     else:
-        console.print(page)
+        unescaped(sys.stdout).write(captured.get())
+
+
+def _search(words: Sequence[str]) -> str:
+    """The sections of all pages that contain every one of the words, the likeliest first, each with a line of it.
+
+    Raises:
+        UsageError: no page and no option contains them.
+    """
+    wanted = [word.lower() for word in words]
+    hits = [
+        (_score(wanted, topic, title, text), topic, title, text)
+        for topic in TOPICS
+        for title, text in _sections(page_path(topic).read_text(encoding="utf-8"))
+        if all(word in text.lower() for word in wanted)
+    ]
+    hits.sort(key=lambda hit: hit[0], reverse=True)
+    options = [f"{option.flag} {option.help}".lower() for option in OPTIONS if option.supported]
+    count = sum(all(word in option for word in wanted) for option in options)
+    if not hits and not count:
+        near = get_close_matches(words[0], TOPICS, n=1)
+        hint = f" Did you mean `{near[0]}`?" if near else ""
+        raise UsageError(f"no page has `{' '.join(words)}`.{hint} `batchgen help` lists the topics.")
+    width = min(shutil.get_terminal_size().columns, _WIDEST) - 5
+    lines = []
+    for _, topic, title, text in hits[:_MOST_HITS]:
+        lines += [f"{topic}: {title}", f"    {_line_about(wanted, text, width)}"]
+    if len(hits) > _MOST_HITS:
+        lines.append(f"... and {len(hits) - _MOST_HITS} more sections: add a word to find fewer")
+    if hits:
+        lines.append("Read a page: batchgen help " + lines[0].partition(":")[0])
+    if count:
+        lines.append(f"Options about it, {count}: batchgen run --help {max(words, key=len)}")
+    return "\n".join(lines) + "\n"
+
+
+def _score(words: Sequence[str], topic: str, title: str, text: str) -> int:
+    """How likely a section is what a reader looks for: pages and headings of the name first, then how often it says so.
+
+    Pages for those who work on the code come last.
+    """
+    named = sum(8 * (word in topic) + 4 * (word in title.lower()) for word in words)
+    return named + min(sum(map(_prose(text).lower().count, words)), 6) - 8 * (topic in _FOR_DEVELOPERS)
+
+
+def _prose(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def _sections(page: str) -> Iterator[tuple[str, str]]:
+    """(heading, text with it) of each section of a page in Markdown."""
+    fences = re.split(r"(^```.*?^```$)", page, flags=re.M | re.S)  # a comment of a shell is not a heading
+    hidden = "".join(part.replace("#", "\0") if part.startswith("```") else part for part in fences)
+    for section in filter(str.strip, re.split(r"^(?=#+ )", hidden, flags=re.M)):
+        yield section.split("\n", 1)[0].strip("# "), section.replace("\0", "#")
+
+
+def _line_about(words: Sequence[str], text: str, width: int) -> str:
+    """The line of a section that has most of the words, one of its prose if there is one, cut to `width`."""
+    text = _LINK.sub(r"\1", text)
+    lines = [line.strip("|-* ") for line in [*_prose(text).splitlines()[1:], *text.splitlines()[1:]]]
+    line = max(lines, key=lambda line: sum(word in line.lower() for word in words), default="")
+    at = min((line.lower().find(word) for word in words if word in line.lower()), default=0)
+    first = 0 if len(line) <= width else line.rfind(" ", 0, max(at - width // 2, 0)) + 1
+    cut = textwrap.shorten(line[first:], width - 4, placeholder=" ...")
+    return f"... {cut}" if first else cut
 
 
 def _listed(name: str, root: Any) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchgen.cli.flags import GroupedCommand, with_options
+from batchgen.cli.flags import with_options
+from batchgen.cli.grouped_command import GroupedCommand
 from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
 

@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from batchgen.cli.flags import GroupedCommand, gather, option_parameters
+from batchgen.cli.flags import gather, option_parameters
+from batchgen.cli.grouped_command import GroupedCommand
 from batchgen.config.run_config import BY_NAME
 from batchgen.config.units import STDIN, check_file_to_write
 from batchgen.config.urls import check_stored, path_of
+from batchgen.errors import UsageError
 from batchgen.request.printable import printable
 
 EXIT_DIFFERENT = 8
@@ -63,7 +65,30 @@ ShowFinished: TypeAlias = Annotated[
     _switch("--finished", "Show the finished output even if newer unfinished work exists. Example: --finished"),
 ]
 Limit: TypeAlias = Annotated[
-    int, _option("N", "Most samples to list; 0 is all. Default: 20. Example: --limit 100", least=0)
+    int | None,
+    _option("N", "Most samples to list; 0 is all. Default: 20, and all with --follow. Example: --limit 100", least=0),
+]
+Columns: TypeAlias = Annotated[
+    str | None,
+    _option(
+        "COL,...",
+        "Columns to list in place of the text, or parts of them. Example: --columns id,error.code,completion_tokens",
+    ),
+]
+Where: TypeAlias = Annotated[
+    list[str] | None,
+    _option(
+        "COL=VALUE",
+        "List only samples whose column is so; also != < <= > >=, ~ (contains) and the value null; repeatable. "
+        "Example: --where finish_reason=length",
+    ),
+]
+Follow: TypeAlias = Annotated[
+    bool,
+    _switch("--follow", "List the samples of a running job as they are committed, until it ends. Example: --follow"),
+]
+NoPager: TypeAlias = Annotated[
+    bool, _switch("--no-pager", "Write longer text to the terminal without $PAGER or less. Example: --no-pager")
 ]
 Merged: TypeAlias = Annotated[
     Path,
@@ -155,18 +180,31 @@ def register(app: typer.Typer) -> None:
 
 
 def show(
-    out: Results, row: Row = None, errors: Errors = False, finished: ShowFinished = False, limit: Limit = 20
+    out: Results,
+    row: Row = None,
+    errors: Errors = False,
+    where: Where = None,
+    columns: Columns = None,
+    follow: Follow = False,
+    finished: ShowFinished = False,
+    limit: Limit = None,
+    no_pager: NoPager = False,
 ) -> None:
     """Print results in the terminal.
 
     Example: batchgen show results.parquet --errors
     """
-    from batchgen.job.results.show import show_results, show_row  # imports pyarrow, which is slow
+    from batchgen.job.results.show import Listed, follow_results, show_results, show_row  # imports pyarrow: slow
 
+    if (follow and finished) or (row is not None and (follow or where)):
+        raise UsageError("--row shows one row, and --finished a job that has ended: leave --follow and --where out")
+    listed = Listed.of(errors, where or (), columns, limit if limit is not None or follow else 20)
     if row is not None:
-        show_row(out, row, finished=finished)
+        show_row(out, row, columns=listed.columns, finished=finished, pager=not no_pager)
+    elif follow:
+        follow_results(out, listed)
     else:
-        show_results(out, errors_only=errors, limit=limit or None, finished=finished)
+        show_results(out, listed, finished=finished, pager=not no_pager)
 
 
 def report(

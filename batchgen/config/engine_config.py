@@ -42,7 +42,8 @@ class EngineConfig:
 
     model: str | None = MODEL.option(
         None,
-        "Model folder or Hugging Face id; the default is a built-in demonstration model. Example: --model ./Qwen3-0.6B",
+        "Model folder or Hugging Face id, or demo, the built-in demonstration model, which is the default. "
+        "Example: --model ./Qwen3-0.6B",
         PATH,
     )
     revision: str | None = MODEL.option(

@@ -26,7 +26,7 @@ from batchgen.request.foreign_text import ForeignTextError, file_content, read_j
 
 _COMPRESSED = frozenset({".gz", ".zst"})
 _OTHER_FORMATS = frozenset({".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"})
-_DEFAULT_FILE: Final = "batchgen.toml"
+DEFAULT_FILE: Final = "batchgen.toml"
 """File in the current folder that is read by default. The command does not name it, so its options reach nothing."""
 _DEFAULT_FILE_BYTES: Final = 1 << 20
 """Largest size of that file."""
@@ -208,7 +208,7 @@ def _given_options(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
             flag = f"--{value}" if option.choice_flags and value in option.choices else option.flags[0]
             raise UsageError(
                 f"`{label}` would {_WOULD[reach]} because of a file in the current folder; name it with "
-                f"{flag}, or the file with --config {_DEFAULT_FILE}"
+                f"{flag}, or the file with --config {DEFAULT_FILE}"
             )
         if not _overridden_constraint(option, origin, chosen):
             chosen[option.name] = (coerce(option, _read_at_path(option, value, label, cwd), label), origin)
@@ -238,15 +238,15 @@ def _sources(
             file = file or (text, option.env)
         else:
             yield option, _env_value(option, text), name, f"environment {name}", True
-    default = cwd / _DEFAULT_FILE
+    default = cwd / DEFAULT_FILE
     named = None if file is None else cwd / coerce(BY_NAME["config"], file[0], file[1])
     if file is not None and named is not None:
         with _reading(str(file[0]), file[1]):
             data = file_content(named)
         yield from ((*setting, True) for setting in _options_of(data, str(file[0])))
     if os.path.lexists(default) and (named is None or named.resolve() != default.resolve()):
-        shown = f"./{_DEFAULT_FILE}"
-        with _reading(shown, _DEFAULT_FILE), _open_at_once(default) as stream:
+        shown = f"./{DEFAULT_FILE}"
+        with _reading(shown, DEFAULT_FILE), _open_at_once(default) as stream:
             _check_default_file(stream, default, shown)
             data = stream.read(_DEFAULT_FILE_BYTES)
         yield from ((*setting, False) for setting in _options_of(data, shown))
@@ -274,7 +274,7 @@ def _check_default_file(stream: BinaryIO, path: Path, shown: str) -> None:
         UsageError: it is not a regular file, too large, or it or the link to it belongs to neither this user nor root.
     """
     status = os.fstat(stream.fileno())
-    remedy = f"name it with --config {_DEFAULT_FILE} to use it, or run in another folder"
+    remedy = f"name it with --config {DEFAULT_FILE} to use it, or run in another folder"
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f"{shown} is not a regular file, so it is not read unless it is named; {remedy}")
     owner = next((uid for uid in (path.lstat().st_uid, status.st_uid) if uid not in (os.geteuid(), 0)), None)

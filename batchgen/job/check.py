@@ -8,13 +8,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.text import Text
 
 from batchgen.config.units import STDIN
@@ -25,6 +26,7 @@ from batchgen.engine.memory.kv_budget import DeviceMemory, cache_groups, device_
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.job.clock import set_clock
 from batchgen.job.display.console import SafeConsole
+from batchgen.job.display.figures import print_figures
 from batchgen.job.display.media_figures import media_size
 from batchgen.job.display.progress import Progress, ProgressState
 from batchgen.job.display.reasons import Reasons
@@ -33,7 +35,7 @@ from batchgen.job.preflight import CheckedJob, wait_for_hashes
 from batchgen.job.rows.fingerprint import JobIdentity, identify_job
 from batchgen.job.rows.ingest import Ingested, ingest
 from batchgen.job.setup import Setup, prepare
-from batchgen.job.summary import write_report
+from batchgen.job.summary import by_count, write_report
 from batchgen.plan.cache_groups import HeldGroup, bytes_by_kind, held_groups
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.estimate import PlanCounts, plan_counts
@@ -47,8 +49,10 @@ from batchgen.request.rows.unknown_keys import MAX_NOTES, carried_notes, note_li
 
 _SHOWN_ERRORS = 20
 _ROWS_PER_UPDATE = 256
-_LABEL, _PROMPT = 16, "  | "
-"""Width of the labels of figures, and what each line of the prompt begins with."""
+_FIRST_ROWS = 5
+"""Rows that are named of each cause of errors."""
+_PROMPT = "  | "
+"""What each line of the prompt begins with."""
 _PLACE = re.compile(r"\A.*?, (?:line|row) [0-9]+: ", re.DOTALL)
 """The file and the line that the message of a row's error begins with."""
 _ALL_PAGES = 1 << 40
@@ -70,7 +74,7 @@ class CheckReport:
     row_errors: list[dict[str, Any]]
     """Row, id, code and message of the first bad rows."""
     error_causes: list[dict[str, Any]]
-    """The same of the first row of each cause, with the number of its `rows`; the first causes, the commonest first."""
+    """The same of the first row of each cause, with its number of `rows` and the first ones; the commonest first."""
     commonest_error: str | None
     """The most frequent reason of row errors, with its first row."""
     template_fields: list[str]
@@ -132,7 +136,10 @@ def check_job(job: CheckedJob, progress: Progress, as_json: bool = False) -> int
     progress.close()
     text = json_printable(json.dumps(asdict(report), indent=2, ensure_ascii=False))
     if not as_json:
-        _print_lines(_lines(report), sys.stderr if config.report == STDIN else sys.stdout)
+        console = SafeConsole(file=sys.stderr if config.report == STDIN else sys.stdout)
+        print_figures(_lines(report), console)
+        if report.first_prompt is not None:
+            _print_prompt(report.first_prompt, console)
     if as_json or config.report == STDIN:
         write_report(text, STDIN)
     if config.report is not None and config.report != STDIN:
@@ -162,18 +169,19 @@ class RowErrors:
             self.shown.append(shown)
         cause = (str(error.code), _PLACE.sub("", error.message, count=1))
         if cause in self.causes or len(self.causes) < _SHOWN_ERRORS:
-            self.causes.setdefault(cause, {**shown, "rows": 0})["rows"] += 1
+            found = self.causes.setdefault(cause, {**shown, "rows": 0, "first_rows": []})
+            found["rows"] += 1
+            if len(found["first_rows"]) < _FIRST_ROWS:
+                found["first_rows"].append(completion.row_index)
 
 
-def _print_lines(lines: Iterable[str], stream: TextIO) -> None:
-    """Print the figures; on a terminal, long lines are wrapped between words."""
-    console = SafeConsole(file=stream)
-    for line in map(printable, lines):
-        begin = _PROMPT if line.startswith(_PROMPT) else "  " if line.startswith("  ") else " " * _LABEL
-        rest = Text(line[len(begin) :])
-        if console.is_terminal and rest.cell_len > (room := max(console.width - len(begin), _LABEL)):
-            line = line[: len(begin)] + f"\n{begin}".join(piece.plain for piece in rest.wrap(console, room))
-        stream.write(f"{line}\n")
+def _print_prompt(text: str, console: Console) -> None:
+    """Print the prompt behind a mark on each line, so that none passes for a figure; wrapped on a terminal."""
+    console.print("first prompt, as the model sees it:")
+    for line in map(Text, map(printable, text.split("\n"))):
+        pieces = line.wrap(console, max(console.width - len(_PROMPT), 1)) if console.is_terminal else [line]
+        for piece in pieces or [line]:
+            console.print(Text(_PROMPT) + piece, soft_wrap=True)
 
 
 def _read(setup: Setup, inputs: InputSet, folder: Path, errors: RowErrors, progress: Progress) -> Ingested:
@@ -353,53 +361,71 @@ def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
     return 2.0 * size**3 / best
 
 
-def _lines(report: CheckReport) -> list[str]:
+def _lines(report: CheckReport) -> list[tuple[str, Text]]:
+    lines: list[tuple[str, Text]] = []
+
+    def add(label: str, text: str, style: str = "") -> None:
+        lines.append((label, Text(text, style=style)))
+
     skipped = f", skipped {report.rows_skipped:,}" if report.rows_skipped else ""
-    lines = [f"rows            {report.rows:,} (ok {report.rows_ok:,}, errors {report.rows_error:,}{skipped})"]
-    lines += [f"  {code}: {count:,}" for code, count in sorted(report.errors.items())]
+    add("rows", f"{report.rows:,} (ok {report.rows_ok:,}, errors {report.rows_error:,}{skipped})")
+    if report.errors:
+        add("errors", by_count(report.errors), "red")
     for cause in report.error_causes:
-        count = f"{cause['rows']:,} rows, the first is " if cause["rows"] > 1 else ""
-        lines.append(f"  {count}row {cause['row']} (id {cause['id']!r}): {cause['code']}: {cause['message']}")
-    more = sum(report.errors.values()) - sum(cause["rows"] for cause in report.error_causes)
-    if more:
-        lines.append(f"  ... and {more:,} more")
+        add("", _cause(cause))
+    if more := sum(report.errors.values()) - sum(cause["rows"] for cause in report.error_causes):
+        add("", f"... and {more:,} more")
     if report.template_fields:
-        lines.append(f"template        reads {', '.join(report.template_fields)}")
-    lines += [f"carried         {note_line(note)}" for note in report.carried_options[:MAX_NOTES]]
+        add("template", f"reads {', '.join(report.template_fields)}")
+    for note in report.carried_options[:MAX_NOTES]:
+        add("carried", note_line(note), "yellow")
     if report.media is not None:
-        lines.append(
-            f"media           {media_size(report.media)}: {report.media['encoded_tokens']:,} tokens to encode, "
-            f"{report.media['prompt_tokens']:,} of the prompts' tokens"
-        )
+        tokens = f"{report.media['encoded_tokens']:,} tokens to encode, {report.media['prompt_tokens']:,}"
+        add("media", f"{media_size(report.media)}: {tokens} of the prompts' tokens")
     form, kept = report.model["checkpoint_format"], report.model["quantization"] == "stored"
     stored = "" if form is None else f", in the numbers of {form}" if kept else f", dequantized from {form}"
     towers = f"; {format_size(report.tower_bytes)} for images and sounds" if report.tower_bytes else ""
     hidden, peak, seconds = report.estimated_hidden_states_bytes, report.estimated_peak_bytes, report.estimated_seconds
     states = f", including {format_size(hidden)} of hidden states" if hidden else ""
-    memory = [] if peak is None else [f"memory          about {format_size(peak)} at the peak, program included"]
     time_text = "not estimated: the device is not available on this machine"
     if seconds is not None:
         time_text = f"at least {seconds:,.1f} s of computation if every row runs to its limit"
-    lines += [
-        f"prompt tokens   {report.prompt_tokens:,} (to compute {report.computed_prompt_tokens:,}, "
+    add(
+        "prompt tokens",
+        f"{report.prompt_tokens:,} (to compute {report.computed_prompt_tokens:,}, "
         f"sharing ratio {report.sharing_ratio:.2f})",
-        f"output tokens   at most {report.max_completion_tokens:,}",
-        f"duplicate rows  {report.deduplicated_rows:,} greedy rows copy the result of an equal row",
-        f"weights         {format_size(report.model['weight_bytes'])} of {report.model['dtype']}{stored}{towers}",
-        f"KV cache        {format_kv_peak(report.kv_peak_bytes_by_group)} at the peak "
+    )
+    add("output tokens", f"at most {report.max_completion_tokens:,}")
+    add("duplicate rows", f"{report.deduplicated_rows:,} greedy rows copy the result of an equal row")
+    add("weights", f"{format_size(report.model['weight_bytes'])} of {report.model['dtype']}{stored}{towers}")
+    add(
+        "KV cache",
+        f"{format_kv_peak(report.kv_peak_bytes_by_group)} at the peak "
         f"({format_size(report.model['kv_bytes_per_token'])} a token, page waste {report.page_waste:.1%})",
-        *memory,
-        f"steps           {report.estimated_steps:,} if every row runs to its limit, slots "
+    )
+    if peak is not None:
+        add("memory", f"about {format_size(peak)} at the peak, program included")
+    add(
+        "steps",
+        f"{report.estimated_steps:,} if every row runs to its limit, slots "
         f"{report.estimated_occupancy:.0%} full ({report.estimated_tail_efficiency:.0%} in the last "
         f"{report.estimated_tail_steps:,}, with no sample waiting)",
-        f"output          about {format_size(report.estimated_output_bytes)}{states}",
-        f"time            {time_text}",
-    ]
-    lines += [f"advice          {line}" for line in report.advice]
+    )
+    add("output", f"about {format_size(report.estimated_output_bytes)}{states}")
+    add("time", time_text)
+    for line in report.advice:
+        add("advice", line, "yellow")
     if report.grammar_backends:
-        by_compiler = ", ".join(f"{name} {count:,}" for name, count in report.grammar_backends.items())
-        lines.append(f"constraints     {sum(report.grammar_backends.values()):,} compiled ({by_compiler})")
-    if report.first_prompt is not None:
-        lines.append("first prompt, as the model sees it:")
-        lines += [f"{_PROMPT}{line}" for line in report.first_prompt.split("\n")]
+        total = sum(report.grammar_backends.values())
+        add("constraints", f"{total:,} compiled ({by_count(report.grammar_backends)})")
     return lines
+
+
+def _cause(cause: Mapping[str, Any]) -> str:
+    """One line for all rows with the same error: how many, the first ones, and the message of the first one."""
+    where = f"row {cause['row']} (id {cause['id']!r})"
+    if cause["rows"] > 1:
+        first = ", ".join(map(str, cause["first_rows"]))
+        more = ", ..." if cause["rows"] > len(cause["first_rows"]) else ""
+        where = f"{cause['rows']:,} rows ({first}{more}), the first with id {cause['id']!r}"
+    return f"{where}: {cause['code']}: {cause['message']}"

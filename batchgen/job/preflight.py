@@ -23,7 +23,7 @@ from batchgen.data.files import followed, resolved, status_of, system
 from batchgen.data.read.input_files import FoundInput, find_inputs
 from batchgen.data.read.selection import Selection
 from batchgen.data.reserved_paths import ReservedPaths, refuse_other_file
-from batchgen.demo import model_path
+from batchgen.demo import named_model
 from batchgen.errors import OutputError, UsageError
 from batchgen.job.signals import StopRequest
 from batchgen.models.check import CheckedModel, check_model
@@ -32,6 +32,8 @@ from batchgen.models.checkpoint.overrides import Overrides
 from batchgen.request.printable import format_size
 from batchgen.request.processors import LoadedProcessor, load_processors
 
+DEMO = "demonstration model"
+"""What the record of a job calls the packaged model."""
 _NOTED_AFTER = 1.0
 """Seconds of waiting for the digests of the weights after which a line says so."""
 
@@ -75,7 +77,7 @@ def check_engine_model(engine: EngineConfig) -> CheckedModel:
         ModelError: the model cannot be used.
     """
     return check_model(
-        engine.model or model_path(),
+        named_model(engine.model),
         implementation=engine.model_impl,
         max_model_len=engine.max_model_len,
         revision=engine.revision,

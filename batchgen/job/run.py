@@ -228,6 +228,7 @@ class _Job:
             rows_resumed=committed.rows + reuse.rows,
             carried_options=carried_notes(rows.carried_options, config.carry),
             commonest_error=self.reasons.commonest(),
+            prompt_of=lambda row, prompt: setup.prompt_text(rows.table, row, prompt),
             kernels=facts["kernels"],
             media=media,
             advice=[*advice, *output_advice(totals, rows.table)],

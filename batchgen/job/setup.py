@@ -17,7 +17,7 @@ from batchgen import __version__
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import BY_NAME, RunConfig
 from batchgen.data.files import files_in, followed
-from batchgen.demo import model_path
+from batchgen.demo import model_path, named_model
 from batchgen.engine.backend_choice import fixed_kernels, refuse_anywhere, refuse_kv_dtype
 from batchgen.engine.engine import Engine
 from batchgen.engine.front_end import FrontEnd
@@ -25,7 +25,7 @@ from batchgen.engine.machine import prepare_device
 from batchgen.engine.media.job import plan_media
 from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.engine.quantization import choose_numbers
-from batchgen.job.preflight import CheckedJob, carry_of
+from batchgen.job.preflight import DEMO, CheckedJob, carry_of
 from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.kernels.cpu.library import load_library
 from batchgen.models.base import ModelSpec
@@ -48,6 +48,8 @@ from batchgen.user_cache import library_version
 
 DEMO_NOTE = "no --model given: running the demonstration model, a toy for small tasks (see `batchgen help models`)"
 
+_SHOWN_TOKENS = 200
+"""Tokens of a prompt that are shown with its answer."""
 _FEATURE_LIBRARIES = ("torch", "transformers", "torchvision", "pillow", "soundfile", "soxr")
 """Libraries that compute features of images and sounds."""
 
@@ -95,12 +97,13 @@ class Setup:
         Raises:
             ModelError: a file of weights cannot be read, or changed since the checks.
         """
+        model = self.config.engine.model
         tokenizer, folder, hashes = self.front_end.tokenizer, self.model.folder, self.hashes.done.result()
         reasoning, tools = self.front_end.encoder.reasoning, self.front_end.encoder.tools
         weights = {os.path.relpath(file, folder.path): hashes[file] for file in folder.files}
         adapters = {each.name: _digest([each.config_digest, hashes[each.weights]]) for each in self.model.adapters}
         return {
-            "model": self.config.engine.model or "demonstration model",
+            "model": DEMO if named_model(model) == model_path() else model,
             "model_digest": _digest([folder.config_digest, weights]),
             "config_digest": folder.config_digest,
             "weights": weights,
@@ -181,6 +184,13 @@ class Setup:
     def decode_prompt(self, ids: list[int]) -> str:
         """The text of a prompt with its special tokens, for `--include-prompt` and `check`."""
         return self.front_end.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def prompt_text(self, table: RequestTable, row: int, prompt: int) -> str | None:
+        """The text of the end of a prompt of a table; None if it is of embeddings."""
+        index = table.requests_of(row, prompt)[0]
+        if table.embeds_id is not None and table.embeds_of(index) is not None:
+            return None
+        return self.decode_prompt(table.prompt_ids(index)[-_SHOWN_TOKENS:].tolist())
 
 
 def prepare(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from batchgen.config.units import STDIN
@@ -26,6 +25,7 @@ from batchgen.data.reserved_paths import refuse_other_file
 from batchgen.data.results_file import keeps_rows, read_footer
 from batchgen.errors import BatchgenError, OutputError
 from batchgen.job.display.console import SafeConsole
+from batchgen.job.display.figures import print_figures
 from batchgen.job.display.media_figures import MEDIA_COUNTS, media_line
 from batchgen.request.printable import format_kv_peak, json_printable, printable
 from batchgen.request.rows.unknown_keys import carried_summary
@@ -97,10 +97,13 @@ class RunSummary:
     measured: Mapping[str, Any] = field(default_factory=dict)
     """What the steps of this run showed of the machine's rates and of output lengths, for `batchgen plan`; empty if
     another process ran them."""
+    prompt_of: Callable[[int, int], str | None] | None = None
+    """Gives the text of a prompt of a row, which the report does not have."""
 
     def to_json(self) -> str:
         """The summary as an indented JSON object, under the same names as in `check --json`."""
-        return json_printable(json.dumps(asdict(self), indent=2, ensure_ascii=False))
+        figures = {name: value for name, value in asdict(self).items() if name != "prompt_of"}
+        return json_printable(json.dumps(figures, indent=2, ensure_ascii=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,45 +289,43 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     The first answer is for a reader, not for a log: it is printed on a terminal only.
     """
     console = console or SafeConsole(stderr=True)
-    text = _summary_text(summary, folded=console.is_terminal, width=console.width)
     with suppress(OSError):
-        # In a log, a line with a long path is not wrapped.
-        console.print(text, soft_wrap=isinstance(text, Text))
+        if summary.already_done:
+            done = Text(printable(f"{summary.output} is complete: {summary.rows:,} rows, nothing to do"))
+            console.print(done, soft_wrap=True)
+            return
+        lines = _lines(summary)
+        if console.is_terminal:
+            lines[2:2] = _first_answer(summary, 2 * console.width)
+        print_figures(lines, console)
 
 
-def _summary_text(summary: RunSummary, *, folded: bool, width: int) -> Table | Text:
-    if summary.already_done:
-        return Text(printable(f"{summary.output} is complete: {summary.rows:,} rows, nothing to do"))
-    lines = [(label, Text(printable(value.plain), style=value.style)) for label, value in _lines(summary)]
-    label_width = max(len(label) for label, _ in lines)
-    if not folded:
-        return Text("\n").join(Text(f"{label:{label_width}}  ") + value for label, value in lines)
-    answer = _answer(summary, max(width - label_width - 3, 20))
-    if answer:
-        lines.insert(2, ("first answer", answer))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
-    for label, value in lines:
-        table.add_row(label, value)
-    return table
-
-
-def _answer(summary: RunSummary, width: int) -> Text:
-    """The first answer that has text, on one line."""
-    line = Text()
+def _first_answer(summary: RunSummary, width: int) -> list[tuple[str, Text]]:
+    """The first answer that has text, cut to `width`, after the end of its prompt."""
     if summary.output == STDIN or not keeps_rows(path_of(summary.output)):
-        return line
+        return []
     with suppress(BatchgenError, OSError):
-        line = Text(printable((first_answer(path_of(summary.output)) or "").strip().replace("\n", " ")))
-        line.truncate(width, overflow="ellipsis")
-    return line
+        found = first_answer(path_of(summary.output))
+        if found is not None:
+            row, prompt, answer = found
+            asked = None if summary.prompt_of is None else summary.prompt_of(row, prompt)
+            lines = [] if asked is None else [("prompt", _one_line(asked, -width))]
+            return [*lines, ("first answer", _one_line(answer, width))]
+    return []
+
+
+def _one_line(text: str, width: int) -> Text:
+    """Text on one line, cut to `width` characters; to its last ones if that is negative."""
+    line = printable(" ".join(text.split()))
+    if len(line) <= abs(width):
+        return Text(line)
+    return Text(f"{line[:width]}…" if width > 0 else f"…{line[width:]}")
 
 
 def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
     lines = [("output", Text(summary.output)), ("rows", Text(_rows(summary)))]
     if summary.errors:
-        lines.append(("errors", Text(_by_count(summary.errors), style="red")))
+        lines.append(("errors", Text(by_count(summary.errors), style="red")))
         if summary.commonest_error is not None:
             lines.append(("", Text(summary.commonest_error)))
         if summary.output != STDIN:
@@ -332,9 +333,9 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
     if summary.carried_options:
         lines.append(("carried", Text(carried_summary(summary.carried_options), style="yellow")))
     if summary.finish_reasons:
-        lines.append(("ended by", Text(_by_count(summary.finish_reasons))))
+        lines.append(("ended by", Text(by_count(summary.finish_reasons))))
     if summary.constraints:
-        lines.append(("constraints", Text(_by_count(summary.constraints))))
+        lines.append(("constraints", Text(by_count(summary.constraints))))
     # The last prompt token may be computed several times (for samples that start later), so the difference can be < 0.
     shared = max(0, summary.prompt_tokens - summary.computed_prompt_tokens)
     prompt_text = f"prompt {summary.prompt_tokens:,} (computed {summary.computed_prompt_tokens:,}, shared {shared:,})"
@@ -358,7 +359,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
     return lines
 
 
-def _by_count(counts: Mapping[str, int]) -> str:
+def by_count(counts: Mapping[str, int]) -> str:
     """`stop 40, length 8`."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{name} {count:,}" for name, count in ordered)

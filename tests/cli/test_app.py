@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -102,7 +103,7 @@ def test_help_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'transformers', 'xgrammar', 'pyarrow', 'pyarrow.dataset', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else any(status))"
     )
-    done = python(code, "--help", "run --help", "check --help", "show --help")
+    done = python(code, "--help", "run --help", "run --help all", "check --help seed", "show --help", "help seed")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -116,11 +117,54 @@ def test_completion() -> None:
     assert "_BATCHGEN_COMPLETE=complete_bash" in done.stdout
 
 
+COMPLETIONS = {
+    "run in.jsonl --device ": ["auto", "cuda", "cpu"],
+    "check in.jsonl --device c": ["cuda", "cpu"],
+    "run in.jsonl --on-bad-row ": ["error-row", "skip", "fail"],
+    "verify out.parquet --device g": [],
+    "export out.parquet --format ": ["openai-batch", "jsonl", "kd"],
+    "bench --peer-dtype ": ["best", "asked"],
+    "help con": ["constraints", "configuration", "contributing"],
+    "run --retry": ["--retry-errors"],
+    "do": ["doctor"],
+}
+"""Begun command line -> the words that a shell offers."""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("words", COMPLETIONS)
+def test_choices_are_completed(words: str, shell: str) -> None:
+    line = f"batchgen {words}"
+    given = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    if shell == "zsh":
+        given = {"_TYPER_COMPLETE_ARGS": line}
+    done = python("from batchgen.cli.app import main; main()", _BATCHGEN_COMPLETE=f"complete_{shell}", **given)
+    offered = done.stdout.split("\n")
+    if shell == "zsh":
+        offered = re.findall(r"""^(?:_arguments '\*: :\(\()?"(.*?)\"""", done.stdout, re.M)
+    assert sorted(filter(None, offered)) == sorted(COMPLETIONS[words])
+
+
+def test_bash_completes_with_the_script_that_is_installed(tmp_path: Path) -> None:
+    program = tmp_path / "batchgen"
+    program.write_text(f"#!{sys.executable}\nfrom batchgen.cli.app import main\nmain()\n")
+    program.chmod(0o755)
+    script = """
+        eval "$(_BATCHGEN_COMPLETE=source_bash batchgen)"
+        COMP_WORDS=(batchgen run in.jsonl --device c) COMP_CWORD=4
+        _batchgen_completion batchgen
+        echo "${COMPREPLY[@]}"
+    """
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout == "cuda cpu\n", done.stderr
+
+
 # Help
 
 
 def test_help_shows_each_supported_option_and_hides_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["run", "--help"]) == 0
+    assert run_command(["run", "--help", "all"]) == 0
     text = capsys.readouterr().out
     for option in OPTIONS:
         shown = [bool(re.search(rf"(^|[ /]){flag}\b", text, re.M)) for flag in option.flags]
@@ -139,10 +183,50 @@ def test_help_never_truncates_an_option(
     columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    assert run_command(["run", "--help"]) == 0
+    assert run_command(["run", "--help", "all"]) == 0
     text = capsys.readouterr().out
     assert "…" not in text
     assert "--skip-special-tokens / --no-skip-special-tokens" in text
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_the_short_help_lists_what_people_use(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    texts = []
+    for flag in ("-h", "--help"):
+        assert run_command([command, flag]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    lines = texts[0].splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 80
+    for word in ("-o, --output ", "--model ", "--temperature ", "--max-new-tokens ", "--limit ", "--help all"):
+        assert word in texts[0]
+    assert "--page-size" not in texts[0]
+    examples = re.findall(rf"^  batchgen {command} (.*)$", texts[0], re.M)
+    assert len(examples) >= 2
+    for example in examples:
+        words = [command, "p.jsonl", *shlex.split(example)[1:], "--help"]  # each option is one that exists
+        assert run_command(words) == 0
+
+
+def test_the_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "--help", "KV"]) == 0
+    text = capsys.readouterr().out
+    assert "--kv-memory" in text
+    assert "--page-size" in text, "its help says KV"
+    assert "--temperature" not in text
+    assert "Usage:" not in text
+    assert run_command(["merge", "--help", "duplicate"]) == 0
+    text = capsys.readouterr().out
+    assert "--allow-duplicate-ids" in text
+    assert "--overwrite" not in text
+    assert run_command(["run", "-h", "nothing-like-it"]) == 2
+    assert "no option of `batchgen run` has `nothing-like-it`" in capsys.readouterr().err
+    assert run_command(["run", "p.jsonl", "--stop", "-h", "--help", "--seed", "3"]) == 0
+    assert "--page-size" not in capsys.readouterr().out, "-h is a value, and a flag is not a word"
 
 
 # Delegation

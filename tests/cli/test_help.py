@@ -68,9 +68,38 @@ def test_the_names_of_other_systems_are_listed(capsys: pytest.CaptureFixture[str
         assert end in text
 
 
-def test_an_unknown_topic_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["help", "constraint"]) == 2
-    assert "Did you mean `constraints`?" in capsys.readouterr().err
+def test_words_are_searched_in_all_pages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_command(["help", "constraint"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "constraints: Constraints"
+    assert max(map(len, lines)) <= 80
+    hits = [line.partition(": ") for line in lines if not line.startswith((" ", "...", "Read", "Options"))]
+    for topic, _, heading in hits:
+        page = page_path(topic).read_text(encoding="utf-8")
+        section = re.split(r"^(?=#+ )", page[page.index(f"# {heading}\n") :], flags=re.M)[1]
+        assert "constraint" in section.lower()
+    assert len(hits) == 12
+    assert re.fullmatch(r"\.\.\. and \d+ more sections: add a word to find fewer", lines[-3])
+    assert lines[-2] == "Read a page: batchgen help constraints"
+    assert re.fullmatch(r"Options about it, \d+: batchgen run --help constraint", lines[-1])
+    assert run_command(["help", "requeue", "slurm"]) == 0
+    text = capsys.readouterr().out
+    assert "sharding: " in text
+    assert "requeue" in text
+
+
+def test_a_comment_of_a_shell_is_not_a_heading(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["help", "SBATCH"]) == 0
+    headings = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert not any(heading.startswith("SBATCH") for heading in headings)
+
+
+def test_a_word_that_no_page_has_is_refused_with_the_nearest_topic(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["help", "constrants"]) == 2
+    assert capsys.readouterr().err == (
+        "error: no page has `constrants`. Did you mean `constraints`? `batchgen help` lists the topics.\n"
+    )
 
 
 @pytest.mark.parametrize("columns", [40, 200])

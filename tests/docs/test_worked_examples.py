@@ -27,7 +27,7 @@ except RowError as error:
 else:
     raise AssertionError("a wrong value is accepted")
 assert tagged()["strip_text"] == ("engine/test_strip_text.py", "request/test_every_field.py")
-assert run_command(["run", "--help"]) == 0
+assert run_command(["run", "--help", "all"]) == 0
 test_every_field.test_options(tmp_path=Path())
 for name, test in {**vars(test_conformance), **vars(test_every_field)}.items():
     if name.startswith("test_") and name != "test_options":

@@ -99,7 +99,7 @@ def test_too_many_errors_name_the_commonest_with_its_first_row(model: Path, tmp_
     assert reason in done.stderr
     assert done.report["commonest_error"].startswith(reason)
     checked = run(["check", source, "--model", model, *F32], tmp_path, expect=3)
-    assert f"  2 rows, the first is row 1 (id 'b'): missing_prompt: {source}, line 2: " in checked.stdout
+    assert f"  2 rows (1, 2), the first with id 'b': missing_prompt: {source}, line 2: " in checked.stdout
     assert "row 0 (id 'a'): invalid_field: " in checked.stdout
 
 

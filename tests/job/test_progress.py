@@ -79,6 +79,7 @@ def test_plain_lines() -> None:
         clock.now += 1
     assert stream.getvalue().splitlines() == [
         "the demonstration model runs",
+        "reading",
         "generating: 0% 0/1,000 rows, - tokens/s, ETA -, errors 0",
         "generating: 7% 30/1,000 rows, 50 tokens/s, ETA 0:09:42 to 0:22:38, errors 0",
         "generating: 15% 60/1,000 rows, 50 tokens/s, ETA 0:15:40, errors 1",
@@ -117,9 +118,24 @@ def test_plain_writes_lines_in_a_long_phase_before_generating() -> None:
         clock.now += 1
     progress.close()
     assert stream.getvalue().splitlines() == [
-        "reading: 30,000 rows, - tokens/s, ETA -, errors 0",
-        "reading: 60,000 rows, - tokens/s, ETA -, errors 0",
+        "reading",
+        "reading: 30,000 rows, errors 0",
+        "reading: 60,000 rows, errors 0",
     ]
+
+
+def test_plain_says_what_happens_before_the_first_step() -> None:
+    """A line as each phase starts, the first time; a note announces the compiler, which interrupts another phase."""
+    clock, stream = Clock(), Stream()
+    progress = PlainProgress(stream, clock)
+    for phase in ("starting", "compiling", "starting", "reading", "loading", "reading", "planning"):
+        for _ in range(3):
+            progress.update(ProgressState(phase, 7, 10))  # type: ignore[arg-type]
+            clock.now += 1
+    clock.now += 40
+    progress.update(ProgressState("loading", 7, 10))
+    progress.close()
+    assert stream.getvalue().splitlines() == ["reading", "loading", "planning", "loading: 0:01:01"]
 
 
 def test_the_rate_is_that_of_the_last_ten_seconds_without_resumed_rows() -> None:

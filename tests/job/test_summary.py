@@ -74,7 +74,8 @@ def test_a_run_without_errors_prints_no_error_lines() -> None:
 
 def test_how_answers_ended_and_what_comes_next(tmp_path: Path) -> None:
     out = tmp_path / "results.parquet"
-    pq.write_table(pa.table({"text": ["", None, "Forty-\ntwo \x1b[31m" + "x" * 100, "other"]}), out)
+    texts = [" ", None, "Forty-\ntwo \x1b[31m" + "x" * 300, "other"]
+    pq.write_table(pa.table({"row_index": [0, 1, 2, 2], "prompt_index": [0, 0, 1, 2], "text": texts}), out)
     summary = replace(
         SUMMARY,
         output=str(out),
@@ -88,7 +89,18 @@ def test_how_answers_ended_and_what_comes_next(tmp_path: Path) -> None:
     )
     lines = [line.rstrip() for line in printed(summary, width=60, terminal=True, colour=False).splitlines()]
     shown = {label: line[14:] for line in lines if (label := line[:13].rstrip())}
-    assert shown["first answer"].startswith("Forty- two \\x1b[31mxxx")
+    assert shown["first answer"] == "Forty- two"
+    assert next(line for line in lines if "31m" in line).startswith(f"{'':14}\\x1b[31mxxx")
+    assert "prompt" not in shown
+    asked = replace(
+        summary, prompt_of=lambda row, prompt: f"{'of ' * 99}row {row}, prompt {prompt}:\n\x1b[31mhow many?"
+    )
+    text = printed(asked, width=60, terminal=True, colour=False)
+    words = " ".join(text.partition("first answer")[0].split())
+    assert "prompt …" in words
+    assert words.endswith("of row 2, prompt 1: \\x1b[31mhow many?")
+    assert max(map(len, text.splitlines())) <= 60
+    assert "prompt_of" not in asked.to_json()
     assert (shown["ended by"], shown["constraints"]) == ("stop 2,000, length 1", "failed 3")
     assert lines[lines.index("advice        first") + 1] == "              second"
     log = printed(summary)

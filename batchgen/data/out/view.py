@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 
 from batchgen.data.files import files_in, is_file, is_folder
 from batchgen.data.lines import is_lines
+from batchgen.data.out.conditions import Condition, root_of
 from batchgen.data.results_file import StoredTable, open_parquet, read_footer, refuse_columns
 from batchgen.data.schema import READABLE_VERSIONS, STATES_CONTENTS, VERSION_KEY
 from batchgen.data.store.work_folder import output_paths
@@ -43,8 +45,30 @@ class Results:
     def __len__(self) -> int:
         return sum(map(_count, self.files))
 
+    @property
+    def schemas(self) -> list[pa.Schema]:
+        """The schemas of the files."""
+        found = []
+        for file in self.files:
+            with read_errors(file), open_parquet(file) as table:
+                found.append(table.schema)
+        return found
+
+    def count(self, errors: bool = False, where: Sequence[Condition] = ()) -> int:
+        """Number of the rows that `rows` yields with the same arguments."""
+        total = 0
+        for file in self.files:
+            with read_errors(file), open_parquet(file) as stored:
+                for _, size, matching in _matches(stored, None, errors, where):
+                    total += size if matching is None else len(matching)
+        return total
+
     def rows(
-        self, row: int | None = None, errors: bool = False, columns: Sequence[str] | None = None
+        self,
+        row: int | None = None,
+        errors: bool = False,
+        columns: Sequence[str] | None = None,
+        where: Sequence[Condition] = (),
     ) -> Iterator[dict[str, Any]]:
         """Yield rows as dicts in stored order: input order in a finished file, order of completion otherwise.
 
@@ -54,16 +78,18 @@ class Results:
             row: only the output rows of this `row_index`.
             errors: only rows with status `error`.
             columns: only these columns, in the schema's order; None for all.
+            where: only rows that meet all of these conditions.
 
         Raises:
             InputError: a file is damaged.
+            UsageError: a condition does not fit its column's type.
         """
         for file in self.files:
             with read_errors(file):
-                yield from _file_rows(file, row, errors, columns)
+                yield from _file_rows(file, row, errors, columns, where)
 
 
-def open_results(out: Path, *, finished: bool = False) -> Results:
+def open_results(out: Path, *, finished: bool = False, waiting: bool = False) -> Results:
     """Open the results of `out`: a finished file, a folder of shards, or unfinished work.
 
     If a run that will replace a finished output has committed rows after it was written, those rows are opened.
@@ -71,11 +97,15 @@ def open_results(out: Path, *, finished: bool = False) -> Results:
     Args:
         out: path of an output or a shard, finished or not; a folder of shards; or a work folder.
         finished: open finished output only, even if newer, unfinished work exists.
+        waiting: a job that has begun and committed nothing yet has results without files.
 
     Raises:
         InputError: there are no results, or the file is not batchgen's.
         UsageError: the folder contains no results.
     """
+    work = _work_folder_of(out)
+    if waiting and work is not None and is_folder(work) and not is_file(out) and not _work_parts(work):
+        return Results((), False, None)
     return _folder(out, finished) if is_folder(out) else _single(out, finished)
 
 
@@ -212,21 +242,30 @@ def _left_out(parts: Sequence[Path]) -> str | None:
     return f"{count} damaged parts are left out: a run computes their rows again" if count > 0 else None
 
 
-def _file_rows(file: Path, row: int | None, errors: bool, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+def _file_rows(
+    file: Path, row: int | None, errors: bool, columns: Sequence[str] | None, where: Sequence[Condition]
+) -> Iterator[dict[str, Any]]:
     with open_parquet(file) as stored:
         names = None if columns is None else [name for name in stored.schema.names if name in columns]
-        for group in range(stored.metadata.num_row_groups):
-            if not _may_contain(stored.metadata.row_group(group), row, errors):
-                continue
-            matching = _matching_rows(stored, group, row, errors)
-            if matching is not None and not len(matching):
-                continue
+        for group, _, matching in _matches(stored, row, errors, where):
             table = stored.group(group, names)
             table = table if matching is None else table.take(matching)
             # Dates and timestamps as strings: JSON has neither, and Python's lack nanoseconds.
             columns_as_text = [temporal_to_text(column) for column in table.columns]
             for batch in pa.table(columns_as_text, names=table.schema.names).to_batches(256):
                 yield from batch.to_pylist()
+
+
+def _matches(
+    stored: StoredTable, row: int | None, errors: bool, where: Sequence[Condition]
+) -> Iterator[tuple[int, int, pa.Array | None]]:
+    """(row group, its number of rows, indexes of those that match; None: all) of each group with matching rows."""
+    for group in range(stored.metadata.num_row_groups):
+        about = stored.metadata.row_group(group)
+        if _may_contain(about, row, errors):
+            matching = _matching_rows(stored, group, row, errors, where)
+            if matching is None or len(matching):
+                yield group, about.num_rows, matching
 
 
 def _may_contain(group: pq.RowGroupMetaData, row: int | None, errors: bool) -> bool:
@@ -243,17 +282,20 @@ def _may_contain(group: pq.RowGroupMetaData, row: int | None, errors: bool) -> b
     return True
 
 
-def _matching_rows(stored: StoredTable, group: int, row: int | None, errors: bool) -> pa.Array | None:
-    """Indexes of the matching rows in a row group, found from two columns; None for all rows."""
-    if row is None and not errors:
+def _matching_rows(
+    stored: StoredTable, group: int, row: int | None, errors: bool, where: Sequence[Condition]
+) -> pa.Array | None:
+    """Indexes of the matching rows in a row group, found from the columns that are compared; None for all rows."""
+    if row is None and not errors and not where:
         return None
-    keys = stored.group(group, ["row_index", "status"])
-    mask = pa.chunked_array([pa.array([True] * len(keys))])
+    roots = [root_of(stored.schema.names, condition.column) for condition in where]
+    keys = stored.group(group, list(dict.fromkeys(["row_index", "status", *filter(None, roots)])))
+    masks = [condition.mask(keys) for condition in where]
     if row is not None:
-        mask = pc.and_(mask, pc.equal(keys["row_index"], row))
+        masks.append(pc.equal(keys["row_index"], row))
     if errors:
-        mask = pc.and_(mask, pc.equal(keys["status"], "error"))
-    return pc.indices_nonzero(mask)
+        masks.append(pc.equal(keys["status"], "error"))
+    return pc.indices_nonzero(reduce(pc.and_, masks))
 
 
 _COLUMNS = [
@@ -322,11 +364,12 @@ def _counts(values: pa.Array) -> dict[str, int]:
     return {str(item["values"]): item["counts"] for item in counts}
 
 
-def first_answer(path: Path) -> str | None:
-    """The first text of a results file that is not empty, among the first rows."""
+def first_answer(path: Path) -> tuple[int, int, str] | None:
+    """(row index, prompt index, text) of the first text of a results file that is not blank, among the first rows."""
     with open_parquet(path) as file:
-        first = next(file.groups(["text"]), None)
-    return next((text for text in first["text"][:64].to_pylist() if text), None) if first is not None else None
+        first = next(file.groups(["row_index", "prompt_index", "text"]), None)
+    rows = [] if first is None else first.slice(0, 64).to_pylist()
+    return next((tuple(row.values()) for row in rows if (row["text"] or "").strip()), None)
 
 
 def _count_new(rows: list[int], last: int) -> int:

@@ -25,6 +25,8 @@ from batchgen.request.printable import json_printable, printable
 Phase = Literal["starting", "compiling", "reading", "planning", "loading", "generating", "writing"]
 _BEFORE_ROWS: tuple[Phase, ...] = ("starting", "compiling")
 """Phases in which no rows are known yet."""
+_NAMED_ELSEWHERE: tuple[Phase, ...] = ("starting", "compiling", "writing")
+"""Phases that need no line of their start: the first one, one that a note announces, and one after the last row."""
 Mode = Literal["auto", "bar", "plain", "json", "none"]
 
 PLAIN_SECONDS = 30.0
@@ -192,29 +194,35 @@ class _LineProgress(Progress):
 
 
 class PlainProgress(_LineProgress):
-    """Text lines: one when generating starts, one every 30 seconds, one at the end."""
+    """Text lines: one when a phase starts, one every 30 seconds, one at the end."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream, clock)
         self._due = clock() + PLAIN_SECONDS
-        self._generating = False
+        self._begun: set[Phase] = {*_NAMED_ELSEWHERE}
 
     def close(self) -> None:
         """Write the last state if rows were generated."""
-        if self._generating:
+        if "generating" in self._begun:
             super().close()
 
     def _is_due(self, state: ProgressState, now: float) -> bool:
-        starts = state.phase == "generating" and not self._generating
-        due = starts or now >= self._due
+        due = state.phase not in self._begun or now >= self._due
         if due:
-            self._generating = self._generating or starts
             self._due = now + PLAIN_SECONDS
         return due
 
     def _line(self, state: ProgressState, rate: float | None) -> str:
-        speed = f"{_format_rate(rate)} tokens/s, {_format_eta(state)}"
-        return f"{state.phase}: {_format_rows(state)} rows, {speed}, errors {state.rows_error:,}"
+        starts = state.phase not in self._begun
+        self._begun.add(state.phase)
+        if state.phase in ("generating", "writing"):
+            speed = f"{_format_rate(rate)} tokens/s, {_format_eta(state)}"
+            return f"{state.phase}: {_format_rows(state)} rows, {speed}, errors {state.rows_error:,}"
+        if starts:
+            return state.phase
+        if state.phase == "reading":
+            return f"reading: {_format_rows(state)} rows, errors {state.rows_error:,}"
+        return f"{state.phase}: {format_clock(self._rates.clock() - self._rates.began)}"
 
 
 class JsonProgress(_LineProgress):

@@ -24,7 +24,6 @@ from batchgen.errors import ModelError, OutputError, UsageError
 from batchgen.request.printable import EscapedJson, printable
 
 ExportFormat = Literal["openai-batch", "jsonl", "kd"]
-DEMO = "demonstration model"
 _SUFFIXES: Final = {"openai-batch": ".openai.jsonl", "jsonl": ".jsonl", "kd": ".kd.parquet"}
 
 
@@ -142,6 +141,7 @@ def piece_lookup(run: Mapping[str, Any], named: str | None) -> Callable[[int], T
     @cache
     def load() -> Any:
         # Imported here: it takes seconds, and an export without logprobs does not need it.
+        from batchgen.job.preflight import DEMO
         from batchgen.text.tokens.detokenize import TokenBytes
         from batchgen.text.tokens.tokenizer import Tokenizer
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,19 +17,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from batchgen.config.units import parse_columns
+from batchgen.data.out.conditions import Condition, check_columns
 from batchgen.data.out.view import Results, open_results
 from batchgen.data.schema import non_finite_to_none
-from batchgen.errors import InputError
+from batchgen.errors import InputError, UsageError
 from batchgen.job.display.console import SafeConsole
+from batchgen.job.display.pager import paged
 from batchgen.request.foreign_text import read_json
 from batchgen.request.printable import json_printable, printable
 
 Record = Mapping[str, Any]
 
-_LISTED = [
-    *("row_index", "prompt_index", "sample_index", "id", "status", "finish_reason", "error"),
-    *("text", "tool_calls", "scores", "embedding"),
-]
+_KEY = ("row_index", "prompt_index", "sample_index")
+_LISTED = [*_KEY, *("id", "status", "finish_reason", "error", "text", "tool_calls", "scores", "embedding")]
+_POLL_SECONDS = 0.5
+_TRIES = 5
+"""Looks at a job that fail before its error is reported: its parts become the output while they are read."""
 _LIST_ITEMS = 16
 _ID_WIDTH = 24
 _TEXT_WIDTH = 8
@@ -35,55 +42,187 @@ _GAP = 2
 _HEADERS = ("row", "id", "outcome")
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Which samples are listed, and what of them."""
+
+    errors: bool = False
+    """Failed samples only."""
+    where: Sequence[Condition] = ()
+    """Samples that meet all of these."""
+    columns: Sequence[str] = ()
+    """Columns, or parts of them such as `error.code`; none: the row, its id, how it ended, and its text or error."""
+    limit: int | None = None
+    """Most samples; None for all."""
+
+    @staticmethod
+    def of(errors: bool, where: Sequence[str], columns: str | None, limit: int | None) -> Listed:
+        """What the options of `show` ask for; `limit` 0: all.
+
+        Raises:
+            UsageError: a condition or the names of columns are not of their form.
+        """
+        try:
+            names = () if columns is None else parse_columns(columns)
+        except ValueError as problem:
+            raise UsageError(f"`--columns` {problem}") from None
+        return Listed(errors, tuple(map(Condition.parse, where)), names, limit or None)
+
+    def check(self, results: Results) -> None:
+        """Check that the results have the columns.
+
+        Raises:
+            UsageError: one is missing.
+        """
+        for names, option in ((self.columns, "--columns"), ([each.column for each in self.where], "--where")):
+            if names:
+                check_columns(names, results.schemas, option)
+
+    def rows(self, results: Results) -> Iterator[Record]:
+        """The rows of `results`, with the columns that are listed and those that name a sample."""
+        names: Sequence[str] = _LISTED
+        if self.columns:
+            names = [*_KEY, *(part for name in self.columns for part in (name, name.partition(".")[0]))]
+        return results.rows(errors=self.errors, columns=names, where=self.where)
+
+    def cells(self, row: Record, *, full: bool = False) -> list[str]:
+        """What a line shows of a row, escaped; with `full`, whole lists and objects as JSON."""
+        if not self.columns:
+            outcome = [row["status"], _outcome(row)] if full else [_outcome(row)]
+            return list(map(printable, (_label(row), row["id"] or "", *outcome, message_of(row))))
+        return [(_json_cell if full else _cell)(name, _part(row, name)) for name in self.columns]
+
+
 def show_results(
-    out: Path, *, errors_only: bool, limit: int | None, finished: bool = False, console: Console | None = None
+    out: Path, listed: Listed, *, finished: bool = False, pager: bool = False, console: Console | None = None
 ) -> None:
-    """List the samples of `out`, at most `limit`; on a terminal, a line of counts follows.
+    """List the samples of `out`: a table and a line of counts on a terminal, lines with tabs in a pipe.
 
     Args:
         out: path, as for `open_results`.
-        errors_only: list failed samples only.
-        limit: most samples to list; None for all.
+        listed: which samples are listed.
         finished: show the finished output even if newer, unfinished work exists.
+        pager: whether a table longer than the terminal goes through the pager.
         console: the console to print to; stdout if None.
 
     Raises:
         InputError: there are no results to read.
-        UsageError: a folder without results.
+        UsageError: a folder without results, or a column that they do not have.
     """
     console = console or SafeConsole()
     results = _open_with_note(out, finished)
-    rows = islice(results.rows(errors=errors_only, columns=_LISTED), limit)
+    listed.check(results)
+    rows = islice(listed.rows(results), listed.limit)
     if not console.is_terminal:
-        for row in rows:
-            fields = (_label(row), row["id"] or "", row["status"], _outcome(row), message_of(row))
-            sys.stdout.write("\t".join(printable(field) for field in fields) + "\n")
+        _write_lines(listed, rows)
         return
-    listed = list(rows)
-    console.print(_table(listed, console.width))
-    console.print(Text(_counts(results, len(listed), errors_only), style="dim"))
+    shown = list(rows)
+    with _paged(console, pager):
+        console.print((_columns_table if listed.columns else _table)(listed, shown, console.width))
+        console.print(Text(_counts(results, len(shown), listed), style="dim"))
 
 
-def show_row(out: Path, row_index: int, *, finished: bool = False, console: Console | None = None) -> None:
+def follow_results(out: Path, listed: Listed, *, console: Console | None = None) -> None:
+    """Write the samples of a running job as they are committed, until it has finished: a line each.
+
+    Raises:
+        InputError: there is no such job, or its results cannot be read.
+        UsageError: a column that they do not have.
+    """
+    console = console or SafeConsole()
+    for rows in _committed(out, listed):
+        if console.is_terminal:
+            for row in rows:
+                cells = listed.cells(row)
+                if not listed.columns:
+                    cells = [f"{cells[0]:>6}", f"{_truncate(cells[1], _ID_WIDTH):<12}", f"{cells[2]:<14}", cells[3]]
+                console.print(Text(_truncate("  ".join(cells), console.width)))
+        else:
+            _write_lines(listed, rows)
+            sys.stdout.flush()
+
+
+def _committed(out: Path, listed: Listed) -> Iterator[list[Record]]:
+    """Rows of a job, a list for each look at what it has committed, each row once, until the output is finished."""
+    seen: set[Path] = set()
+    keys: set[tuple[int, int, int]] = set()
+    failures, left = 0, listed.limit
+    while True:
+        try:
+            results = open_results(out, waiting=True)
+            new = replace(results, files=[file for file in results.files if file not in seen])
+            if new.files and not seen:
+                listed.check(results)
+            rows = list(islice((row for row in listed.rows(new) if _key(row) not in keys), left))
+            failures = 0
+        except InputError:  # the job has just finished and removed its parts
+            failures += 1
+            if failures > _TRIES or not seen:
+                raise
+            time.sleep(_POLL_SECONDS)
+            continue
+        seen |= {*new.files}
+        keys |= set(map(_key, rows))
+        left = None if left is None else left - len(rows)
+        yield rows
+        if results.complete or left == 0:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _key(row: Record) -> tuple[int, int, int]:
+    return row["row_index"], row["prompt_index"], row["sample_index"]
+
+
+def _write_lines(listed: Listed, rows: Iterable[Record]) -> None:
+    for row in rows:
+        sys.stdout.write("\t".join(listed.cells(row, full=True)) + "\n")
+
+
+@contextmanager
+def _paged(console: Console, pager: bool) -> Iterator[None]:
+    """Context in which what is printed goes through the pager if it is longer than the terminal."""
+    if not (pager and console.is_terminal):
+        yield
+        return
+    with console.capture() as captured:
+        yield
+    paged(captured.get())
+
+
+def show_row(
+    out: Path,
+    row_index: int,
+    *,
+    columns: Sequence[str] = (),
+    finished: bool = False,
+    pager: bool = False,
+    console: Console | None = None,
+) -> None:
     """Print all columns of one input row: a block per sample on a terminal, JSON lines in a pipe.
 
-    NaN and infinity are null in JSON. `finished` and `console` are as in `show_results`.
+    NaN and infinity are null in JSON. `columns`: only these; `finished`, `pager` and `console` are as in
+    `show_results`.
 
     Raises:
         InputError: there are no results to read, or the row is not in them.
-        UsageError: a folder without results.
+        UsageError: a folder without results, or a column that they do not have.
     """
     console = console or SafeConsole()
     results = _open_with_note(out, finished)
+    if columns:
+        check_columns(columns, results.schemas, "--columns")
     shown = False
-    for row in results.rows(row=row_index):
-        shown = True
-        present = {name: value for name, value in row.items() if value is not None}
-        if console.is_terminal:
-            console.print(_block(present))
-        else:
-            line = json.dumps(non_finite_to_none(present), ensure_ascii=False, allow_nan=False)
-            sys.stdout.write(json_printable(line) + "\n")
+    with _paged(console, pager):
+        for row in results.rows(row=row_index):
+            shown = True
+            values = {name: _part(row, name) for name in columns} if columns else row
+            present = {name: value for name, value in values.items() if value is not None}
+            if console.is_terminal:
+                console.print(_block(present))
+            else:
+                line = json.dumps(non_finite_to_none(present), ensure_ascii=False, allow_nan=False)
+                sys.stdout.write(json_printable(line) + "\n")
     if not shown:
         state = "is not in the results" if results.complete else "is not finished yet, or not in the input"
         raise InputError(f"row {row_index} {state}: {out}")
@@ -97,16 +236,61 @@ def _open_with_note(out: Path, finished: bool) -> Results:
     return results
 
 
-def _counts(results: Results, shown: int, errors_only: bool) -> str:
-    total = len(results)
-    errors = sum(1 for _ in results.rows(errors=True, columns=["row_index"]))
-    of = errors if errors_only else total
+def _counts(results: Results, shown: int, listed: Listed) -> str:
+    total, errors = len(results), results.count(errors=True)
+    of = results.count(listed.errors, listed.where) if listed.where else errors if listed.errors else total
     state = "" if results.complete else ", unfinished"
     rest = f" ({of - shown:,} more: --limit 0 lists all)" if of > shown else ""
-    return f"{total:,} samples, {errors:,} errors{state}{rest}"
+    found = f"{of:,} of {total:,} samples match" if listed.where else f"{total:,} samples, {errors:,} errors"
+    return f"{found}{state}{rest}"
 
 
-def _table(rows: Sequence[Record], width: int) -> Table:
+def _columns_table(listed: Listed, rows: Sequence[Record], width: int) -> Table:
+    """One line per sample with the columns that were asked for: the widest are cut where all do not fit `width`."""
+    lines = [list(map(printable, listed.columns)), *map(listed.cells, rows)]
+    natural = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    room, widths = width - _GAP * len(natural), dict.fromkeys(range(len(natural)), 1)
+    for done, place in enumerate(sorted(widths, key=natural.__getitem__)):
+        widths[place] = max(min(natural[place], room // (len(natural) - done)), 1)
+        room -= widths[place]
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in natural:
+        table.add_column(no_wrap=True, overflow="ellipsis")
+    for i, line in enumerate(lines):
+        cells = (Text(_truncate(cell, widths[place]), style="" if i else "bold") for place, cell in enumerate(line))
+        table.add_row(*cells)
+    return table
+
+
+def _part(row: Record, name: str) -> Any:
+    """The value of a column, or of a part of one; None if the row has none."""
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _cell(name: str, value: Any) -> str:
+    """A value on one line, shortened as in the block of a row."""
+    if name == "tool_calls":
+        return printable(calls_text(value))
+    if name == "scores" and value is not None:
+        return "; ".join(map(_score, value))
+    return "" if value is None else printable(value) if isinstance(value, str) else _inline(value)
+
+
+def _inline(value: object) -> str:
+    return _format_value(value).replace("\n", ", ")
+
+
+def _json_cell(_: str, value: Any) -> str:
+    """A whole value: text as it is, null as nothing, all else as JSON."""
+    if value is None or isinstance(value, str):
+        return printable(value or "")
+    return json_printable(json.dumps(non_finite_to_none(value), ensure_ascii=False))
+
+
+def _table(_: Listed, rows: Sequence[Record], width: int) -> Table:
     """One line per sample, with the text cut to fit `width`."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(_HEADERS[0], justify="right", no_wrap=True)

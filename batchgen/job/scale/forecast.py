@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from batchgen.config.run_config import RunConfig
 from batchgen.engine.machine import step_limits
@@ -27,6 +28,7 @@ from batchgen.errors import UsageError
 from batchgen.job.check import RowErrors, plan_job
 from batchgen.job.display.console import SafeConsole
 from batchgen.job.display.eta import interval, prior_costs
+from batchgen.job.display.figures import print_figures
 from batchgen.job.display.progress import Progress, format_clock
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.scale.machine import Machine
@@ -37,7 +39,7 @@ from batchgen.plan.length_predictor import EXACT, Lengths
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.step_costs import Seconds
 from batchgen.plan.work import Work, WorkLeft
-from batchgen.request.printable import format_size, json_printable, printable
+from batchgen.request.printable import format_size, json_printable
 
 _MOST_DEVICES: Final = 1000
 _DRAWN: Final = 3
@@ -260,20 +262,19 @@ def _seen(workload: JobWorkload, mean: float) -> Lengths:
 def _print(figures: dict[str, Any], forecasts: Sequence[Forecast], errors: RowErrors) -> None:
     console = SafeConsole()
     failed = f", errors {figures['rows_error']:,}" if figures["rows_error"] else ""
-    lines = [
-        f"rows            {figures['rows']:,}{failed}",
-        f"prompt tokens   {figures['prompt_tokens']:,} (to compute {figures['distinct_prompt_tokens']:,})",
-        f"output tokens   at most {figures['max_completion_tokens']:,}",
-        f"machine         {figures['machine']}",
-    ]
+    lines = [("rows", f"{figures['rows']:,}{failed}")]
     if commonest := errors.reasons.commonest():
-        lines.insert(1, f"                {commonest}")
+        lines.append(("", commonest))
+    lines += [
+        ("prompt tokens", f"{figures['prompt_tokens']:,} (to compute {figures['distinct_prompt_tokens']:,})"),
+        ("output tokens", f"at most {figures['max_completion_tokens']:,}"),
+    ]
     if unknown := figures["samples_of_unknown_length"]:
         mean = figures["mean_output_tokens"]
         known = "their lengths are not known: see --output-tokens" if mean is None else f"{mean:,g} tokens on average"
-        lines.insert(-1, f"                {unknown:,} of {figures['samples']:,} answers may end early: {known}")
-    for line in lines:
-        console.print(printable(line), soft_wrap=True, markup=False)
+        lines.append(("", f"{unknown:,} of {figures['samples']:,} answers may end early: {known}"))
+    lines.append(("machine", figures["machine"]))
+    print_figures([(label, Text(text)) for label, text in lines], console)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("devices", "time", "90 % interval"):
         table.add_column(name, justify="right")
