@@ -7,19 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchgen.data.out.distillation import load_kd
+    from batchgen.data.out.result_table import read
     from batchgen.engine.engine import Engine
+    from batchgen.errors import AdviceWarning
     from batchgen.request.completion import Completion
     from batchgen.request.fields.params import SamplingParams
 
-__all__ = ["Completion", "Engine", "SamplingParams", "__version__", "load_kd"]
+__all__ = ["AdviceWarning", "Completion", "Engine", "SamplingParams", "__version__", "load_kd", "read"]
 
 __version__ = "0.1.0"
 
 _MODULES = {
+    "AdviceWarning": "batchgen.errors",
     "Completion": "batchgen.request.completion",
     "Engine": "batchgen.engine.engine",
     "SamplingParams": "batchgen.request.fields.params",
     "load_kd": "batchgen.data.out.distillation",
+    "read": "batchgen.data.out.result_table",
 }
 
 

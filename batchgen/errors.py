@@ -57,6 +57,10 @@ class ErrorCode(StrEnum):
     INTERNAL = "internal"
 
 
+class AdviceWarning(UserWarning):
+    """Something in rows or results of the Python API is probably not as meant; the message has the remedy."""
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
     """Error of a row, as written to the `error` column."""

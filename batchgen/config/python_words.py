@@ -11,16 +11,22 @@ from typing import Final, TypeVar
 
 from batchgen.config.engine_config import ENGINE_OPTIONS
 from batchgen.errors import BatchgenError, ErrorInfo, RowError, UnknownArgument
-from batchgen.request.fields.other_systems import FLAGS_OF_OTHERS
+from batchgen.request.fields.other_systems import (
+    ANSWERS,
+    ARGUMENTS_OF_OTHERS,
+    FLAGS_OF_OTHERS,
+    MISSING_ARGUMENTS,
+    answer_to,
+)
 from batchgen.request.fields.params import PARAMETERS, SAMPLING_FIELDS
 
 _T = TypeVar("_T")
 
 _OTHER_NAMES: Final = {
-    "sampling_params": "params", "prompts": "rows", "prompt": "rows", "inputs": "rows",
     **{flag[2:].replace("-", "_"): own[2:].replace("-", "_") for flag, own in FLAGS_OF_OTHERS.items()},
-}  # fmt: skip
-"""Arguments of other systems' functions."""
+    **ARGUMENTS_OF_OTHERS,
+}
+"""Arguments of functions of other systems -> ours."""
 _ENGINE: Final = frozenset(option.name for option in ENGINE_OPTIONS)
 _CHOICES: Final = "|".join(sorted({choice for option in ENGINE_OPTIONS for choice in option.choices}))
 _VALUE: Final = rf"'[^']*'|[^ ,;.()]*[A-Z0-9=:][^ ,;()]*[^ ,;.()]|(?:{_CHOICES})\b"
@@ -78,11 +84,19 @@ def refuse_unknown(names: Iterable[str], function: str, known: Sequence[str]) ->
         UnknownArgument: there are some; the message names the right one, or where the value belongs.
     """
     for name in names:
-        if name in known:
-            continue
-        close = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None)
-        meant = f"did you mean `{close}`?" if close in known else f"its arguments are {', '.join(known)}"
-        if "params" in known and close is None:
-            field = next((each.name for each in SAMPLING_FIELDS if name in each.spellings), None)
-            meant = meant if field is None else f"write {function[:-1]}rows, SamplingParams({field}=...))"
-        raise UnknownArgument(f"`{name}` is not an argument of {function}; {meant}")
+        if name not in known:
+            raise UnknownArgument(f"`{name}` is not an argument of {function}; {_meant(name, known)}")
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """What to write in place of an argument."""
+    own = _OTHER_NAMES.get(name)
+    if own in known:
+        return f"did you mean `{own}`?"
+    if name in MISSING_ARGUMENTS:
+        return MISSING_ARGUMENTS[name]
+    if field := next((each.name for each in SAMPLING_FIELDS if name in each.spellings), None):
+        return f"write generate(rows, SamplingParams({field}=...))"
+    if close := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
+        return f"did you mean `{close[0]}`?"
+    return in_python(answer_to(name)) if name in ANSWERS else f"its arguments are {', '.join(known)}"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
+import warnings
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from batchgen.config.python_words import in_python
+from batchgen.errors import AdviceWarning
 from batchgen.request.completion import AnswerCounts
 from batchgen.request.table.request_table import RequestTable
 from batchgen.text.families import MARKERS
 from batchgen.text.tokens.tokenizer import Tokenizer
 
-_LOGGER = logging.getLogger("batchgen")
 _LOOKED_AT = 10_000
 """Most prompts whose tokens are looked at."""
 _SEVERAL = 3
@@ -44,12 +44,12 @@ def output_advice(counts: AnswerCounts, table: RequestTable) -> list[str]:
     return [*_empty_texts(counts, table), *_equal_texts(counts, table), *_limited(counts, table)]
 
 
-def log_advice(lines: Iterable[str], logged: set[str]) -> None:
-    """Log advice as warnings, for callers of the Python API; `logged`: lines that were, to which it adds its own."""
+def warn_advice(lines: Iterable[str], given: set[str]) -> None:
+    """Warn the caller of `Engine.generate` with advice; `given`: lines that were given, to which it adds its own."""
     for line in lines:
-        if line not in logged:
-            logged.add(line)
-            _LOGGER.warning("%s", in_python(line))
+        if line not in given:
+            given.add(line)
+            warnings.warn(in_python(line), AdviceWarning, stacklevel=5)
 
 
 def _plain_text(table: RequestTable, tokenizer: Tokenizer) -> str | None:

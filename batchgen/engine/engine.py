@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -14,7 +15,8 @@ import numpy.typing as npt
 
 from batchgen.config.engine_config import ENGINE_OPTIONS, EngineConfig
 from batchgen.config.python_words import in_python, in_python_info, python_errors, refuse_unknown, with_python_errors
-from batchgen.engine.advice import input_advice, log_advice, output_advice
+from batchgen.demo import named_model
+from batchgen.engine.advice import input_advice, output_advice, warn_advice
 from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for
 from batchgen.engine.front_end import FrontEnd, default_fields
 from batchgen.engine.gc_control import trim_heap
@@ -43,7 +45,7 @@ from batchgen.engine.memory.kv_budget import (
 from batchgen.engine.outputs.streaming import Emit
 from batchgen.engine.quantization import QuantizationLoss, choose_numbers, describe_weights, quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
-from batchgen.engine.running import Running
+from batchgen.engine.running import PromptsBar, Running
 from batchgen.engine.sampling.penalty_counts import lists_bytes
 from batchgen.engine.settings import EngineResources, LoopSettings, WorkRecord
 from batchgen.engine.workload import JobWorkload, plan_workload
@@ -91,7 +93,8 @@ class Engine:
     """A loaded model that generates completions for rows.
 
     Args:
-        model: folder of a Hugging Face checkpoint, or the id of a model in the local Hugging Face cache.
+        model: folder of a Hugging Face checkpoint, or the id of a model in the local Hugging Face cache; `demo` is the
+            demonstration model.
         options: any field of `EngineConfig`.
 
     Raises:
@@ -100,13 +103,13 @@ class Engine:
     """
 
     @python_errors()
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str = "demo", **options: Any) -> None:
         refuse_unknown(options, "Engine", [option.name for option in ENGINE_OPTIONS])
         config = EngineConfig(model=model, **options)
         prepare_device(config)
         processors = load_processors(config.logit_processor)  # errors come before the weights are read
         checked = check_model(
-            model,
+            named_model(model),
             implementation=config.model_impl,
             max_model_len=config.max_model_len,
             revision=config.revision,
@@ -144,7 +147,7 @@ class Engine:
     def _init(self, model: Model, front_end: FrontEnd) -> None:
         self.config = config = front_end.config
         self._front_end = front_end
-        self._logged: set[str] = set()
+        self._advised: set[str] = set()
         self.backend: Backend | None = fixed_kernels(config, model.spec)
         """Kernel backend; None until the first job if `auto` measures the candidates on it."""
         self.model: Model = model
@@ -176,6 +179,11 @@ class Engine:
         self._pool: GroupedPool | None = None
         """On a CPU: the last job's pool, which the next job reuses if it fits."""
 
+    def __repr__(self) -> str:
+        spec = self.model.spec
+        size, dtype = f"{spec.parameters / 1e6:,.0f}M parameters", str(spec.dtype).removeprefix("torch.")
+        return f"Engine({self.config.model or spec.name!r}, {spec.name}, {size}, {dtype} on {spec.device})"
+
     @property
     def kernels(self) -> str:
         """Names and versions of the attention and matmul kernels; "auto" before `auto` has chosen."""
@@ -198,6 +206,7 @@ class Engine:
         *,
         ordered: bool = False,
         on_event: Callable[[StreamEvent], None] | None = None,
+        progress: bool | None = None,
         **others: Any,
     ) -> Iterator[Completion]:
         """Generate completions for rows, with the fields of `batchgen run`. All rows are read before the first step.
@@ -207,6 +216,7 @@ class Engine:
             params: defaults for sampling fields that a row does not set.
             ordered: yield in input order instead of completion order.
             on_event: called with the events of rows that have `stream`, as tokens are sampled.
+            progress: whether to show a bar on stderr; None: if that is a terminal, or in a notebook.
             others: arguments that do not exist, which are refused with the right name.
 
         Yields:
@@ -214,6 +224,7 @@ class Engine:
 
         Warns:
             UserWarning: for each key of rows that looks like a misspelt field or is an option of another system.
+            AdviceWarning: for what is probably not as meant, once per engine.
 
         Raises:
             UsageError: `rows` is a single row, or columns by name; an argument does not exist, or has another type.
@@ -221,14 +232,19 @@ class Engine:
         While rows are generated, Python's garbage collector only runs between steps, in the whole process. Exhaust or
         close the iterator to restore it.
         """
-        refuse_unknown(others, "generate()", ("rows", "params", "ordered", "on_event"))
+        refuse_unknown(others, "generate()", ("rows", "params", "ordered", "on_event", "progress"))
         if params is not None and not isinstance(params, SamplingParams):
             remedy = "write SamplingParams(**params)" if isinstance(params, Mapping) else "give rows their own fields"
             raise UsageError(f"`params` must be one SamplingParams for all rows, got {type(params).__name__}; {remedy}")
-        return with_python_errors(self._generate(python_rows(rows), params, ordered=ordered, on_event=on_event))
+        return with_python_errors(self._shown(progress, python_rows(rows), params, ordered=ordered, on_event=on_event))
+
+    def _shown(self, progress: bool | None, *job: Any, **options: Any) -> Iterator[Completion]:
+        with closing(PromptsBar(progress)) as bar:
+            yield from self._generate(bar, *job, **options)
 
     def _generate(
         self,
+        bar: PromptsBar,
         raw: Iterator[RawRow],
         params: SamplingParams | None,
         *,
@@ -238,30 +254,33 @@ class Engine:
         table = RequestTable(EmbedsStore(self.model.spec.embeds_size))
         defaults = self._front_end.defaults(default_fields(params), events=on_event is not None)
         if (unapplied := self.tokenizer.generation.note) is not None:
-            warnings.warn(unapplied, UserWarning, stacklevel=2)
+            warnings.warn(unapplied, UserWarning, stacklevel=4)
         ids: dict[int, str] = {}
         failed: list[Completion] = []
         is_plain, counts = True, AnswerCounts()
         for row in self._front_end.row_reader(table, defaults).read(raw):
             ids[row.raw.index] = row.id
+            bar.read()
             if row.error is not None:
                 failed.append(Completion(row.raw.index, error=row.error))
             is_plain = is_plain and (row.row is None or row.row.is_plain)
 
         carried = map(note_line, carried_notes(defaults.carried_options.rows, "none"))
         for line in (*self._front_end.notes, *carried):
-            warnings.warn(in_python(line), UserWarning, stacklevel=3)
+            warnings.warn(in_python(line), UserWarning, stacklevel=4)
         if len(table):
-            log_advice(input_advice(table, self.tokenizer, is_plain=is_plain), self._logged)
+            warn_advice(input_advice(table, self.tokenizer, is_plain=is_plain), self._advised)
 
         def emit(events: Sequence[StreamEvent]) -> None:
             for event in events:
                 assert on_event is not None
                 on_event(replace(event, id=ids[event.row_index]))
 
-        groups = self._groups(table, failed, emit if on_event is not None else None)
+        keys = [(int(r), int(p)) for r, p in completion_keys(table, failed)] if ordered or bar.is_shown else []
+        bar.begin(len(keys))
+        groups = bar.count(self._groups(table, failed, emit if on_event is not None else None, bar))
         if ordered:
-            groups = in_order(groups, [(int(r), int(p)) for r, p in completion_keys(table, failed)])
+            groups = in_order(groups, keys)
         for completion in chain.from_iterable(groups):
             if completion.error is not None:
                 completion = replace(completion, error=in_python_info(completion.error))
@@ -270,12 +289,15 @@ class Engine:
                 counts.add(completion.text, completion.finish_reason, has_calls=has_calls)
             yield completion.set_id(ids[completion.row_index])
         if len(table):
-            log_advice(output_advice(counts, table), self._logged)
+            warn_advice(output_advice(counts, table), self._advised)
 
-    def _groups(self, table: RequestTable, failed: list[Completion], emit: Emit | None) -> Iterator[list[Completion]]:
+    def _groups(
+        self, table: RequestTable, failed: list[Completion], emit: Emit | None, bar: PromptsBar
+    ) -> Iterator[list[Completion]]:
         yield from ([c] for c in failed)
         if len(table):
-            yield from self.start(table, emit=emit).loop.run()
+            loop = self.start(table, emit=emit).loop
+            yield from loop.run(lambda: bar.step(loop.state.output_tokens))
 
     def start(
         self,

@@ -1,11 +1,11 @@
 """Kernel backends, and the choice of one at the start of a run.
 
 - `torch`: plain PyTorch, on any device.
-- `compiled`: C++ for the CPU, built on the machine that runs it.
+- `compiled`: C++ for the CPU, from the wheel or built on the machine that runs it.
 - `triton`: Triton on a GPU, or in Triton's interpreter on a CPU for tests.
 - `flash`: vllm-flash-attn for attention outside of CUDA graphs, Triton for everything else.
-- `auto`: on a CPU compiled kernels where they can be built, else PyTorch; on a GPU the faster of triton and flash for
-  this run, by measurement.
+- `auto`: on a CPU compiled kernels where there are any, else PyTorch; on a GPU the faster of triton and flash for this
+  run, by measurement.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.chips import ChipTuning, chip_tuning, fixed_tuning
 from batchgen.kernels.cpu.attention import CompiledAttention
-from batchgen.kernels.cpu.build import find_compiler
+from batchgen.kernels.cpu.build import about
 from batchgen.kernels.cpu.command_buffer import CommandBuffers
 from batchgen.kernels.cpu.decoder import compiled_decoder
-from batchgen.kernels.cpu.library import DTYPES, missing
+from batchgen.kernels.cpu.library import DTYPES, library_file, missing
 from batchgen.kernels.cpu.ops import COMPILED_INVARIANT_OPS, COMPILED_OPS, TILED_OPS
 from batchgen.kernels.cpu.packed_pages import packed_pool
 from batchgen.kernels.cpu.prefix_group_cost import ROWS, measured_saving
@@ -185,14 +184,13 @@ def _compiled(needs: AttentionNeeds) -> Backend:
     reason = missing()
     if reason is not None:
         raise BackendUnavailable(reason, "install g++ or clang++, set CXX to a compiler, or leave the option out")
-    compiler = Path(find_compiler()[0]).name
     saving = None
     if needs.layers:
         sizes = (needs.layers[0], needs.heads, needs.dtype, needs.page_size, len(needs.layers))
         saving = GroupSaving(ROWS, partial(measured_saving, *sizes))
     return Backend(
         "compiled",
-        f"compiled by {compiler}",
+        f"compiled {about(library_file())}",
         CompiledAttention,
         COMPILED_OPS,
         group_saving=saving,

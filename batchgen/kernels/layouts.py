@@ -3,8 +3,8 @@
 A CPU has several: compiled kernels, which widen bfloat16 weights to float32, use the processor's dot instruction or
 multiply in block floating point; oneDNN's packed weights, the best where there are AMX tiles; and PyTorch's product.
 None is the fastest on every processor: the throughput of these instructions differs more than tenfold between
-processors with the same instruction sets. So they are measured, and the timings are cached in a file next to the
-compiled library. The file name includes the library's name (sources, compiler, processor) and PyTorch's version.
+processors with the same instruction sets. So they are measured, and the timings are cached in a file whose name
+includes the library's (sources, compiler, processor) and PyTorch's version.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.kernels.cpu.build import measurements
 from batchgen.kernels.cpu.library import DTYPES, library_file, loaded, missing
 from batchgen.kernels.cpu.matmul import (
     METHODS,
@@ -73,8 +74,8 @@ def save_timings(subject: str, timings: Mapping[str, float]) -> None:
 
 
 def _file(subject: str) -> Path:
-    library = library_file()
-    return library.with_name(f"{library.stem}-{subject}-torch-{torch.__version__}.json")
+    base = measurements(library_file())
+    return base.with_name(f"{base.name}-{subject}-torch-{torch.__version__}.json")
 
 
 # A thread takes its number of threads from torch at its first query. The importing thread queries now, not while a

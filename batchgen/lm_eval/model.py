@@ -250,7 +250,7 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]
     def _run(self, rows: Sequence[Mapping[str, Any]], what: str, disable_tqdm: bool) -> Iterator[Completion]:
         """The completions of rows, in the order in which they end; an `EvaluationError` if a row has an error."""
         with _errors(), tqdm(total=len(rows), desc=f"Running {what} requests", disable=disable_tqdm) as bar:
-            for done in self._engine.generate(rows):
+            for done in self._engine.generate(rows, progress=False):
                 if done.error is not None:
                     raise UsageError(f"request {done.row_index}: {done.error.message}")
                 bar.update()

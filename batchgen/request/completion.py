@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from batchgen.errors import ErrorInfo
+from batchgen.request.html import html_table, one_line
 
 Dialect = Literal["native", "openai-completions", "openai-chat", "openai-embeddings", "rerank"]
 """Format of an input row."""
@@ -73,6 +74,10 @@ class StateBlock:
     """[tokens, H]; one row if pooled"""
     dtype: str
     """Number format in which the model computed them, such as `bfloat16`."""
+
+    def __repr__(self) -> str:
+        shape = list(self.values.shape)
+        return f"StateBlock(layer={self.layer}, span={self.span!r}, token_start={self.token_start}, values={shape})"
 
 
 @dataclass(slots=True)
@@ -178,6 +183,36 @@ class Completion:
     """row_index of the identical greedy row from which this one was copied."""
     id: str | None = None
     """Id of the row; set for the Python API only, a job's writer looks ids up by row."""
+
+    def __repr__(self) -> str:
+        named = (
+            "row_index",
+            "prompt_index",
+            "sample_index",
+            "id",
+            "error",
+            "finish_reason",
+            "completion_tokens",
+            "text",
+        )
+        values = {**{name: getattr(self, name) for name in named}, "error": self._error_line}
+        kept = {
+            name: value
+            for name, value in values.items()
+            if value or (value is not None and name in ("row_index", "text"))
+        }
+        shown = [f"{name}={one_line(value)}" for name, value in kept.items()]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    @property
+    def _error_line(self) -> str | None:
+        return None if self.error is None else f"{self.error.code}: {self.error.message}"
+
+    def _repr_html_(self) -> str:
+        values = {**{each.name: getattr(self, each.name) for each in fields(self)}, "error": self._error_line}
+        first = ("id", "error", "text", "reasoning", "tool_calls", "finish_reason")
+        names = dict.fromkeys((*first, *values))
+        return html_table((), [(name, values[name]) for name in names if values[name] is not None])
 
     @property
     def key(self) -> tuple[int, int, int]:

@@ -32,8 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "tables": {"errors", "request"},
     "data": {"errors", "library_settings", "request", "config", "tables"},
     "models": {"errors", "library_settings", "user_cache", "request", "gguf", "kernels"},
-    "engine": {"errors", "request", "config", "kernels", "plan", "text", "media", "tables", "models"},
-    "__init__": {"library_settings", "request", "data", "engine"},
+    "engine": {"errors", "demo", "request", "config", "kernels", "plan", "text", "media", "tables", "models"},
+    "__init__": {"errors", "library_settings", "request", "data", "engine"},
     "job": {
         "errors", "library_settings", "user_cache", "request", "config", "kernels", "plan", "text", "media", "data",
         "demo", "models", "engine", "__init__",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import batchgen
-from batchgen import Completion, Engine, SamplingParams
+from batchgen import AdviceWarning, Completion, Engine, SamplingParams
 from batchgen.config.python_words import in_python
 from batchgen.errors import ModelError, RowError, UsageError
 from tests.e2e.model import CONTEXT, DEFAULTS
@@ -29,8 +30,10 @@ def test_importing_the_package_imports_no_large_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_package_exports_five_names() -> None:
-    assert dir(batchgen) == ["Completion", "Engine", "SamplingParams", "__version__", "load_kd"]
+def test_the_package_exports_few_names() -> None:
+    names = ["AdviceWarning", "Completion", "Engine", "SamplingParams", "__version__", "load_kd", "read"]
+    assert dir(batchgen) == names
+    assert all(getattr(batchgen, name) is not None for name in names)
     with pytest.raises(AttributeError, match="no attribute 'Motor'"):
         batchgen.Motor  # noqa: B018
 
@@ -136,7 +139,12 @@ def test_max_new_tokens_none_generates_to_the_end_of_the_context(engine: Engine)
         ({"temperature": 0}, "SamplingParams(temperature=...)"),
         ({"sampling_params": None}, "did you mean `params`?"),
         ({"order": True}, "did you mean `ordered`?"),
-        ({"use_tqdm": False}, "its arguments are rows, params, ordered, on_event"),
+        ({"use_tqdm": False}, "did you mean `progress`?"),
+        ({"prompt": "a"}, "did you mean `rows`?"),
+        ({"lora_request": None}, "give rows `lora_path`"),
+        ({"num_return_sequences": 2}, "an option of Hugging Face: use `n`"),
+        ({"max_length": 9}, "use `max_new_tokens`, which does not count the prompt"),
+        ({"shards": 3}, "its arguments are rows, params, ordered, on_event, progress"),
         ({"params": {"n": 2}}, "must be one SamplingParams for all rows, got dict; write SamplingParams(**params)"),
         ({"params": [SamplingParams()]}, "got list; give rows their own fields"),
     ],
@@ -152,6 +160,15 @@ def test_wrong_arguments_of_generate_name_the_right_one(engine: Engine, argument
         ({"max_model_length": 9}, "`max_model_length` is not an argument of Engine; did you mean `max_model_len`?"),
         ({"mem_fraction_static": 0.9}, "did you mean `gpu_memory_utilization`?"),
         ({"shard": "0/2"}, "its arguments are model, revision, "),
+        (
+            {"tensor_parallel_size": 2},
+            "`tensor_parallel_size` is not an argument of Engine; a model runs on one device",
+        ),
+        ({"trust_remote_code": True}, "code of a model folder is never run; leave it out"),
+        ({"torch_dtype": "float32"}, "did you mean `dtype`?"),
+        ({"device_map": "auto"}, "did you mean `device`?"),
+        ({"enforce_eager": True}, "the engine does this where it helps; leave it out"),
+        ({"temperature": 0.5}, "write generate(rows, SamplingParams(temperature=...))"),
         ({"max_num_seqs": 64, "max_tokens_per_step": 32}, "`max_tokens_per_step` (32) must be at least `max_num_"),
         ({"max_model_len": 10**9}, "`max_model_len=1000000000` is past the model's context"),
         ({"lora": {"x": "/none"}}, "Engine argument `lora`"),
@@ -181,17 +198,52 @@ def test_errors_of_rows_name_arguments_and_no_flags(engine: Engine, row: dict[st
     assert "--" not in done.error.message
 
 
-def test_advice_is_logged_once(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_advice_is_a_warning_once(model: Path) -> None:
     engine = Engine(str(model), dtype="float32")
-    for _ in range(2):
-        list(engine.generate([{"input_ids": [5]}] * 3, SamplingParams(max_new_tokens=1)))
-    assert caplog.messages == ["all 3 prompts are equal: for more samples of one prompt set `n`"]
-    caplog.clear()
-    rows = [{"input_ids": [token], "choice": ["yes"]} for token in (5, 6, 7)]
-    for _ in engine.generate(rows):
-        assert caplog.messages == []
-    assert [line.split(":")[0] for line in caplog.messages] == ["all 3 answers are equal, and the prompts are not"]
-    assert {record.name for record in caplog.records} == {"batchgen"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            list(engine.generate([{"input_ids": [5]}] * 3, SamplingParams(max_new_tokens=1)))
+        assert [str(each.message) for each in caught] == [
+            "all 3 prompts are equal: for more samples of one prompt set `n`"
+        ]
+        rows = [{"input_ids": [token], "choice": ["yes"]} for token in (5, 6, 7)]
+        for _ in engine.generate(rows):
+            assert len(caught) == 1
+    assert str(caught[1].message).startswith("all 3 answers are equal, and the prompts are not:")
+    assert {(each.category, each.filename) for each in caught} == {(AdviceWarning, __file__)}
+
+
+def test_the_demonstration_model_needs_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"messages": [{"role": "user", "content": "What is 17 + 25?"}], **GREEDY, "model": "demo"}]
+    engine = Engine()
+    (done,) = engine.generate(rows)
+    assert done.text == "7+5=12, "
+    assert re.fullmatch(r"Engine\('demo', llama, \d+M parameters, \w+ on cpu\)", repr(engine))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    with pytest.raises(ModelError, match="demo"):
+        Engine("demo")
+
+
+def test_progress_is_shown_where_it_is_watched(
+    engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[Any] = [{"text": "a", **GREEDY, "n": 2}, {"txt": "?"}, {"text": ["b", "c"], **GREEDY}]
+    list(engine.generate(rows))
+    assert capsys.readouterr().err == "", "not a terminal"
+    list(engine.generate(rows, progress=True))
+    shown = capsys.readouterr().err
+    assert "reading" in shown
+    assert "generating: 100%" in shown
+    assert "4/4" in shown, "prompts, those of refused rows included"
+    assert "tokens/s" in shown
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    next(stopped := engine.generate(rows))
+    stopped.close()  # type: ignore[attr-defined]
+    assert "generating" in capsys.readouterr().err
+    list(engine.generate(rows, progress=False))
+    assert capsys.readouterr().err == ""
 
 
 def test_failed_rows_give_completions_with_errors(engine: Engine) -> None:

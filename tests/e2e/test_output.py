@@ -37,7 +37,7 @@ def test_footer(done: Path, model: Path) -> None:
     assert footer["version"] == __version__
     assert footer["model"] == str(model)
     assert footer["dtype"] == "float32"
-    assert footer["kernels"].startswith("compiled by " if loaded() else "torch (no compiled: ")
+    assert footer["kernels"].startswith("compiled " if loaded() else "torch (no compiled: ")
     assert "; products: " in footer["kernels"]
     assert footer["deterministic"] is False
     assert footer["sampling_defaults"] == DEFAULTS

@@ -51,7 +51,7 @@ class Engine(PeerEngine):
 
         def states() -> Iterator[tuple[Any, str, Any]]:
             """Collect each completion; key, row and block of its hidden states."""
-            for completion in self._engine.generate([_request_row(row) for row in rows]):
+            for completion in self._engine.generate([_request_row(row) for row in rows], progress=False):
                 if completion.error is not None:
                     raise RuntimeError(f"row {completion.row_index}: {completion.error.message}")
                 collected[completion.row_index] += [int(i) for i in completion.output_ids or ()]

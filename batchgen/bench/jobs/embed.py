@@ -39,7 +39,7 @@ _SCRIPTS: Final = {
 import batchgen
 engine = batchgen.Engine(model, dtype=dtype, cpu_threads=threads)
 def encode(texts, batch):
-    done = engine.generate([{"text": text, "embed": True} for text in texts], ordered=True)
+    done = engine.generate([{"text": text, "embed": True} for text in texts], ordered=True, progress=False)
     return [completion.embedding for completion in done]
 """,
     PEER: """

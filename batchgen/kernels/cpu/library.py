@@ -1,11 +1,14 @@
-"""The compiled library as a `ctypes` object, loaded once per process. Its functions run without the GIL."""
+"""The compiled library as a `ctypes` object, the package's or one compiled here, loaded once per process.
+
+Its functions run without the GIL.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from batchgen.kernels.cpu.build import CompilerMissing, built_library
+from batchgen.kernels.cpu.build import CompilerMissing, built_library, ready_library
 
 DTYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1}
 """Supported dtypes and their codes in C++."""
@@ -54,8 +57,16 @@ def _announced() -> Iterator[None]:
 
 def _load(building: Callable[[], AbstractContextManager[None]]) -> ctypes.CDLL:
     # torch has loaded its OpenMP runtime, which provides the symbols that the library needs.
+    if (ready := ready_library()) is not None:
+        with suppress(OSError):  # the C library may be older than that of the wheel's builder
+            return ctypes.CDLL(str(ready))
     try:
         return ctypes.CDLL(str(built_library(building)))
+    except CompilerMissing:
+        narrower = ready_library(narrower=True)
+        if narrower in (None, ready):
+            raise
+        return ctypes.CDLL(str(narrower))
     except OSError as problem:
         if any(sign in str(problem) for sign in _PERMANENT):
             raise

@@ -27,6 +27,12 @@ def words(text: str) -> tuple[str, ...]:
 
 FLAGS_OF_OTHERS: dict[str, str] = _DATA["flags"]
 """Flag of vLLM or SGLang -> the flag here that means the same."""
+ARGUMENTS_OF_OTHERS: dict[str, str] = _DATA["arguments"]
+"""Argument of a Python function of another system -> the argument here that means the same."""
+MISSING_ARGUMENTS: dict[str, str] = {
+    name: text for text, names in _DATA["missing_arguments"].items() for name in words(names)
+}
+"""Argument of such a function -> what to do here, where nothing means the same."""
 NAMES: dict[str, tuple[str, ...]] = {system: words(names) for system, names in _DATA["names"].items()}
 """System -> every name of an option or prompt that its API reads, those of its sampling parameters included."""
 CONTAINERS = frozenset(words(f"{_DATA['containers']} {_DATA['use']['`sampling_params`']}"))

@@ -339,6 +339,11 @@ class SamplingParams(_HashedOnce):
         if self.custom_params is not None and self.custom_logit_processor is None:
             raise invalid("custom_params", "needs `custom_logit_processor`")
 
+    def __repr__(self) -> str:
+        values = [(name, getattr(self, name), default) for name, _, default, _ in _CHECKS]
+        changed = [f"{name}={value!r}" for name, value, default in values if value != default]
+        return f"SamplingParams({', '.join(changed)})"
+
     def __hash__(self) -> int:
         try:
             return self._hash
