@@ -213,10 +213,11 @@ def _hub_cache() -> dict[str, Any]:
 
 def _missing(compiler: str | None, *, on_gpu: bool) -> Iterator[str]:
     """What is missing, each with what needs it and how to get it."""
-    if compiler is None:
-        yield "a C++ compiler, which makes a CPU fast: install g++ or clang++ (or set CXX), for example apt install g++"
-    elif not on_gpu and (reason := missing()) is not None:
-        yield f"the compiled kernels, which make a CPU fast: {reason}; their folder is {cache_folder()}"
+    if not on_gpu and (reason := missing()) is not None:
+        remedy = f"their folder is {cache_folder()}"
+        if compiler is None:
+            remedy = "install g++ or clang++ (or set CXX), for example apt install g++"
+        yield f"the compiled kernels, which make a CPU fast: {reason}; {remedy}"
     if any(Path("/dev").glob("nvidia[0-9]*")) and not on_gpu:
         yield "a torch that can use the GPU of this machine: pip install torch, without a constraints file for CPUs"
     try:

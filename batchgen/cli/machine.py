@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from batchgen.cli.grouped_command import GroupedCommand
-from batchgen.config.example_file import write_example
 from batchgen.config.units import STDIN
 from batchgen.errors import DeviceError
 from batchgen.request.printable import json_printable
@@ -29,6 +28,8 @@ def init() -> None:
 
     Example: batchgen init
     """
+    from batchgen.config.example_file import write_example  # not needed by --help
+
     typer.echo(f"{write_example(Path.cwd()).name} is written: remove the # before an option to set it")
 
 

@@ -79,9 +79,9 @@ class PromptsBar:
     def begin(self, prompts: int) -> None:
         """Begin to count prompts that are done."""
         if self._bar is not None:
-            self._bar.reset(total=prompts)
             self._bar.unit = " prompts"
-            self._bar.set_description("generating")
+            self._bar.set_description("generating", refresh=False)
+            self._bar.reset(total=prompts)
             self._began = time.monotonic()
 
     def step(self, tokens: int) -> bool:

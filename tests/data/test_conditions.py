@@ -94,7 +94,7 @@ def test_the_first_sign_is_the_comparison(text: str, column: str, sign: str, val
 
 
 @pytest.mark.parametrize("text", ["", "finish_reason", "=stop", "~"])
-def test_what_is_no_condition(text: str) -> None:
+def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="must be a column, one of = != < <= > >= ~"):
         Condition.parse(text)
 

@@ -114,6 +114,7 @@ def test_the_view_names_the_key_and_both_types() -> None:
 
 
 OWN_TEXT = {
+    "config/example_file.py": "reads what it has just written",
     "demo/questions.py": "a file of the package",
     "gguf/family.py": "a file of the package",
     "gguf/vocabulary.py": "a file of the package",

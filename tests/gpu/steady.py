@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from batchgen.engine.engine import Engine
+from batchgen.engine.loop import LoopState
 from batchgen.engine.running import Running
 from batchgen.kernels.device import Device, Download, Lane
 from batchgen.request.completion import Completion
@@ -98,8 +99,12 @@ class _StoppableRun:
     def loop(self) -> _StoppableRun:
         return self
 
-    def run(self) -> Iterator[list[Completion]]:
-        return self._running.loop.run(self._stop)
+    @property
+    def state(self) -> LoopState:
+        return self._running.loop.state
+
+    def run(self, stop: Callable[[], bool]) -> Iterator[list[Completion]]:
+        return self._running.loop.run(lambda: stop() or self._stop())
 
 
 class TimedDevice:

@@ -232,14 +232,14 @@ def test_a_running_job_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytes
     ]
     looks = iter(steps)
     monkeypatch.setattr("batchgen.job.results.show.time.sleep", lambda seconds: next(looks)())
-    console = terminal(60)
+    console = terminal(64)
     follow_results(out, Listed(), console=console)
     assert written(console) == [
-        "     0  id-0          stop            one\\ntwo\\x1b[31m red",
-        "     1  id-1          missing_prompt  no prompt\\there",
-        "     2  id-2          stop            first",
-        " 2.1.2  id-2          stop            second",
-        "     3  id-3          stop            long long long long l…",
+        "     0  id-0              stop            one\\ntwo\\x1b[31m red",
+        "     1  id-1              missing_prompt  no prompt\\there",
+        "     2  id-2              stop            first",
+        " 2.1.2  id-2              stop            second",
+        "     3  id-3              stop            long long long long l…",
     ]
     assert next(looks, None) is None, "it looked until the output was there"
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from contextlib import redirect_stdout
+
+from rich.console import Console
 
 from batchgen.request.printable import unescaped
 
@@ -17,7 +18,7 @@ def paged(text: str) -> None:
         text: lines, which may hold sequences for colours; all else in them is escaped already.
     """
     stream = unescaped(sys.stdout)
-    if text.count("\n") < shutil.get_terminal_size().lines:
+    if text.count("\n") < Console(file=stream).size.height:
         stream.write(text)
         return
     import pydoc  # slow, and most texts are short

@@ -135,7 +135,7 @@ def follow_results(out: Path, listed: Listed, *, console: Console | None = None)
             for row in rows:
                 cells = listed.cells(row)
                 if not listed.columns:
-                    cells = [f"{cells[0]:>6}", f"{_truncate(cells[1], _ID_WIDTH):<12}", f"{cells[2]:<14}", cells[3]]
+                    cells = [f"{cells[0]:>6}", f"{_truncate(cells[1], _ID_WIDTH):<16}", f"{cells[2]:<14}", cells[3]]
                 console.print(Text(_truncate("  ".join(cells), console.width)))
         else:
             _write_lines(listed, rows)
@@ -276,10 +276,8 @@ def _cell(name: str, value: Any) -> str:
         return printable(calls_text(value))
     if name == "scores" and value is not None:
         return "; ".join(map(_score, value))
-    return "" if value is None else printable(value) if isinstance(value, str) else _inline(value)
-
-
-def _inline(value: object) -> str:
+    if value is None or isinstance(value, str):
+        return printable(value or "")
     return _format_value(value).replace("\n", ", ")
 
 
