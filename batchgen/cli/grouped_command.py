@@ -22,8 +22,9 @@ _COMMON: Final = frozenset({
     "inputs", "prompt_column", "prompt_template", "chat", "system", "limit", "shard", "output", "model", "device",
     "config", "replicas", "existing_overwrite", "retry_errors", "max_errors", "max_time", "temperature",
     "max_new_tokens", "n", "stop", "json_schema", "return_logprob", "seed", "as_json",
+    "machine", "devices", "output_tokens",
 })  # fmt: skip
-"""Parameters of `run` and `check` that the short help lists."""
+"""Parameters of commands with many options that the short help lists."""
 _EXAMPLES: Final = {
     "run": (
         "batchgen run prompts.jsonl --model ./Qwen3-0.6B -o results.parquet",
@@ -33,6 +34,10 @@ _EXAMPLES: Final = {
     "check": (
         "batchgen check prompts.jsonl --model ./Qwen3-0.6B",
         "batchgen check faq.csv --prompt-column question --chat --json",
+    ),
+    "plan": (
+        "batchgen plan prompts.jsonl --model ./Qwen3-0.6B --machine h100.toml",
+        "batchgen plan prompts.jsonl --machine pilot.json --devices 1,8 --json",
     ),
 }
 """Command with many options -> examples in its short help."""

@@ -189,7 +189,7 @@ def test_help_never_truncates_an_option(
     assert "--skip-special-tokens / --no-skip-special-tokens" in text
 
 
-@pytest.mark.parametrize("command", ["run", "check"])
+@pytest.mark.parametrize("command", ["run", "check", "plan"])
 def test_the_short_help_lists_what_people_use(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ _ROW_SECONDS: Final = 2e-4
 _START_SECONDS: Final = {"cpu": 4.0, "cuda": 20.0}
 _LOAD_BYTES: Final = 2e9
 """Bytes of weights that are read in a second."""
-_DESCRIBED, _MEASURED, _SIMILAR = 0.3, 0.06, 0.2
+_DESCRIBED, _MEASURED, _SIMILAR = 0.3, 0.09, 0.2
 """Standard deviation of the speed of a described machine; of one that was measured with the job's model; with
 another one."""
 _ROWS_MEASURED: Final = 1000

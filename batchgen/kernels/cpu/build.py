@@ -46,11 +46,14 @@ class Variant:
 
 
 _AVX2: Final = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
-_AVX512: Final = frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"))
+_AVX512: Final = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_VNNI: Final = _AVX512 | {"avx512_vnni"}
 VARIANTS: Final[dict[str, Variant]] = {
     "x86-64": Variant(("-march=x86-64",), frozenset({"sse2"})),
     "x86-64-v3": Variant(("-march=x86-64-v3",), _AVX2),
-    "x86-64-v4-bf16": Variant(("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _AVX2 | _AVX512),
+    "x86-64-v4": Variant(("-march=x86-64-v4",), _AVX512),
+    "x86-64-v4-vnni": Variant(("-march=x86-64-v4", "-mavx512vnni"), _VNNI),
+    "x86-64-v4-bf16": Variant(("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _VNNI | {"avx512_bf16"}),
 }
 """Variants by name, the narrowest first."""
 

@@ -80,6 +80,8 @@ assert loaded() and library_file().parent == build.READY
     [
         ("x86-64", ["widened"]),
         ("x86-64-v3", ["widened", "bfp"]),
+        ("x86-64-v4", ["widened"]),
+        ("x86-64-v4-vnni", ["widened", "int8", "bfp"]),
         ("x86-64-v4-bf16", ["widened", "dot", "int8", "bfp"]),
     ],
 )
