@@ -357,6 +357,7 @@ class _Job:
             began = time.perf_counter()
             self.generated = True
             written = output_rows(group, rows.texts, hashes)
+            self._sample(running.state, ends=True)  # so that the part of a row knows the steps of the row
             writer.add(written)
             self.output_seconds += time.perf_counter() - began
             first = written[0].completion
