@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from batchgen.bench.figures import Figure, read_figures
 
@@ -39,15 +40,13 @@ def _any_table(path: Path) -> str:
     found = read_figures(path)
     if found.figures:
         return _table(path)
-    return _TABLES[found.others[0]["workload"]](path)
+    table = _TABLES[found.others[0]["workload"]](found.others)
+    return "\n".join((f"### {path.stem}", "", *table)) + "\n"
 
 
-def _load_table(path: Path) -> str:
+def _load_table(lines: list[dict[str, Any]]) -> list[str]:
     """Large jobs: what must not grow."""
-    lines = read_figures(path).others
     table = [
-        f"### {path.stem}",
-        "",
         f"`python -m tests.e2e.load`: {lines[0]['processors']} threads of an {lines[0]['cpu']}, with a model that "
         "computes nothing. Other programs ran on the machine. Rates are rows per processor second of the generating "
         "phase.",
@@ -62,16 +61,13 @@ def _load_table(path: Path) -> str:
             f"| {line['description']} | {line['rows']:,} | {sum(line['seconds'].values()):.0f} | {' | '.join(rates)} | "
             f"{line['peak_anonymous_bytes'] / 2**20:.0f} MiB | {handles} | {line['finish_share']}% |"
         )
-    return "\n".join(table) + "\n"
+    return table
 
 
-def _eta_table(path: Path) -> str:
+def _eta_table(lines: list[dict[str, Any]]) -> list[str]:
     """How well the time left was estimated."""
-    lines = read_figures(path).others
     first = lines[0]
     table = [
-        f"### {path.stem}",
-        "",
         f"`batchgen bench eta`: one thread of an {first['cpu']}, processor seconds, {first['repeat']} run of each job. "
         "Errors of the estimated time left, relative to the time that was left. Other programs ran on the machine: the "
         "command had the given share of one processor.",
@@ -86,16 +82,13 @@ def _eta_table(path: Path) -> str:
             f"| {line['description']} | {line['seconds']:.0f} | {errors} | {line['within_10_percent']:.0f}% of lines | "
             f"{by_rows} | {line['processor_share']:.0%} |"
         )
-    return "\n".join(table) + "\n"
+    return table
 
 
-def _embed_table(path: Path) -> str:
+def _embed_table(lines: list[dict[str, Any]]) -> list[str]:
     """Embeddings, next to sentence-transformers."""
-    lines = read_figures(path).others
     first = lines[0]
     table = [
-        f"### {path.stem}",
-        "",
         f"`batchgen bench embed`: {first['rows']:,} texts, {first['tokens']:,} tokens, `{first['model']}`, "
         f"{first['threads']} threads of an {first['cpu']}, medians of {first['repeat']} runs.",
         "",
@@ -108,15 +101,12 @@ def _embed_table(path: Path) -> str:
             f"| {line['engine']} | {dtype} | {line['tokens_per_second']:,.0f} | {line['ratio']:.2f} | "
             f"{line['least_cosine']:.6f} |"
         )
-    return "\n".join(table) + "\n"
+    return table
 
 
-def _forecast_table(path: Path) -> str:
+def _forecast_table(lines: list[dict[str, Any]]) -> list[str]:
     """What `batchgen plan` predicted."""
-    lines = read_figures(path).others
     table = [
-        f"### {path.stem}",
-        "",
         f"`batchgen bench forecast`: one thread of an {lines[0]['cpu']}, processor seconds of whole commands. The true "
         f"time is in the 90 % interval of {sum(line['in_range'] for line in lines)} of {len(lines)} jobs.",
         "",
@@ -128,16 +118,13 @@ def _forecast_table(path: Path) -> str:
             f"| {line['description']} | {line['seconds']:.0f} | {line['predicted']:.0f} | {line['low']:.0f} to "
             f"{line['high']:.0f} | {line['error']:+.0f}% | {line['limited_by']} |"
         )
-    return "\n".join(table) + "\n"
+    return table
 
 
-def _scale_table(path: Path) -> str:
+def _scale_table(lines: list[dict[str, Any]]) -> list[str]:
     """One job in several ways, undisturbed and with something killed."""
-    lines = read_figures(path).others
     first = lines[0]
     table = [
-        f"### {path.stem}",
-        "",
         f"`python -m tests.e2e.scale`: {first['rows']:,} rows of `{first['model']}` in float32 with `--deterministic` "
         f"on {first['processors']} threads of an {first['cpu']}, which all ways share. Wall seconds of the command or "
         "of all commands; rows are compared with those of one process.",
@@ -151,7 +138,7 @@ def _scale_table(path: Path) -> str:
             f"| {line['way']} | {line['seconds']:.0f} | {equal} | {line['killed']} | {line['seconds_killed']:.0f} | "
             f"{after} |"
         )
-    return "\n".join(table) + "\n"
+    return table
 
 
 _TABLES = {
