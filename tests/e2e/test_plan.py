@@ -109,6 +109,15 @@ def test_a_run_measures_its_machine(tmp_path: Path) -> None:
     assert json.loads(direct.stdout)["devices"][0]["cost"] is None
 
 
+def test_the_report_is_the_json(tmp_path: Path) -> None:
+    write_rows(tmp_path, [fixed(8, 4)])
+    printed = plan(tmp_path, ENDLESS + FAST, "--report", "forecast.json")
+    assert json.loads((tmp_path / "forecast.json").read_text()) == printed
+    done = run(["plan", "rows.jsonl", "--machine", "box.toml", "--devices", "1", "--report", "-"], tmp_path)
+    assert json.loads(done.stdout) == printed
+    assert "limited by" in done.stderr
+
+
 def test_the_table_for_a_reader(tmp_path: Path) -> None:
     write_rows(tmp_path, [fixed(8, 4), {"text": 5}, {"text": 6}])
     (tmp_path / "box.toml").write_text('name = "a [b] box"\nmemory = "80GiB"\nprice_per_hour = 36000\n')

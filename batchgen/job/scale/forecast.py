@@ -7,7 +7,6 @@ the lengths that are expected, and its work costs what the machine file says.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batchgen.config.run_config import RunConfig
+from batchgen.config.units import STDIN
 from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.dummy_run import dummy_run, expected_bytes
 from batchgen.engine.memory.kv_budget import DeviceMemory, device_memory, pool_pages, with_job_windows, with_windows_in
@@ -34,6 +34,7 @@ from batchgen.job.preflight import CheckedJob
 from batchgen.job.scale.machine import Machine
 from batchgen.job.scale.replicas import Requests, shares
 from batchgen.job.setup import Setup
+from batchgen.job.summary import write_report
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.length_predictor import EXACT, Lengths
 from batchgen.plan.scheduler import Scheduler
@@ -110,7 +111,7 @@ def forecast_job(
         devices: numbers of devices.
         output_tokens: mean tokens of samples that may end before their limit; None: of the measured run, or unknown.
         progress: is closed before anything is printed.
-        as_json: whether to print one JSON object.
+        as_json: whether to print one JSON object; `--report` writes it, too.
 
     Raises:
         BatchgenError: as `run_job` before it generates.
@@ -139,10 +140,13 @@ def forecast_job(
         "currency": machine.currency,
         "devices": [asdict(forecast) for forecast in forecasts],
     }
-    if as_json:
-        sys.stdout.write(json_printable(json.dumps(figures, indent=2, ensure_ascii=False)) + "\n")
-    else:
-        _print(figures, forecasts, errors)
+    text, target = json_printable(json.dumps(figures, indent=2, ensure_ascii=False)), job.config.report
+    if not as_json:
+        _print(figures, forecasts, errors, SafeConsole(stderr=target == STDIN))
+    if as_json or target == STDIN:
+        write_report(text, STDIN)
+    if target not in (None, STDIN):
+        write_report(text, target, overwrite=job.config.existing == "overwrite")
     return 3 if job.config.max_errors.exceeded(failed, rows.rows) else 0
 
 
@@ -259,8 +263,7 @@ def _seen(workload: JobWorkload, mean: float) -> Lengths:
     return Lengths(count, count * (1.0 - cut), count * share, count * square)
 
 
-def _print(figures: dict[str, Any], forecasts: Sequence[Forecast], errors: RowErrors) -> None:
-    console = SafeConsole()
+def _print(figures: dict[str, Any], forecasts: Sequence[Forecast], errors: RowErrors, console: SafeConsole) -> None:
     failed = f", errors {figures['rows_error']:,}" if figures["rows_error"] else ""
     lines = [("rows", f"{figures['rows']:,}{failed}")]
     if commonest := errors.reasons.commonest():
