@@ -13,6 +13,7 @@ from batchgen.kernels.layouts import Products
 from batchgen.kernels.lora import LoraStep
 from batchgen.kernels.mixers.states import States, StateSize
 from batchgen.kernels.ops import TORCH_OPS, Ops
+from batchgen.kernels.ranks import ALONE, Ranks
 from batchgen.kernels.types import Attention, LayerKV
 from batchgen.models.lora.config import Adapter
 from batchgen.request.fields.hidden_states import CaptureSupport
@@ -106,6 +107,13 @@ class ModelSpec:
     generates: bool = True
     """Whether it has a language head; without one its logits are those of no token."""
     numbers: Numbers = Numbers()
+    ranks: Ranks = ALONE
+    """The ranks that compute the model together. `kv_layers`, `num_heads` and `parameters` are those of one rank."""
+
+    @property
+    def vocab(self) -> slice:
+        """The tokens whose logits this rank computes: a part of the vocabulary, in whole words of bitmasks."""
+        return self.ranks.part(self.vocab_size, 32)
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -67,8 +67,10 @@ class WeightReader:
             self._stream.close()
         self._stream = self._buffer = None
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Fill `target` with the stored tensor `name` of the same shape, converted to the dtype of `target`.
+    def read_into(self, name: str, target: Tensor, index: tuple[slice, ...] = ()) -> None:
+        """Fill `target` with the part `index` of the stored tensor `name`, converted to the dtype of `target`.
+
+        `index` has a slice for each leading axis that is not read whole.
 
         Raises:
             ModelError: the tensor is not stored as floating point, or the file cannot be read.
