@@ -28,7 +28,7 @@ class Ranks:
         self._group = group
 
     def part(self, total: int, unit: int = 1) -> slice:
-        """This rank's share of `total` numbers in whole units, of which only the last one may be shorter.
+        """Its share of `total` numbers in whole units, of which only the last one may be shorter.
 
         The first ranks have a unit more than others if there is a rest.
         """
@@ -41,7 +41,7 @@ class Ranks:
         return slice(min(total, start * unit), min(total, (start + each + (rank < rest)) * unit))
 
     def heads(self, heads: int, kv_heads: int) -> tuple[slice, slice]:
-        """This rank's query heads, and the key heads that they attend to.
+        """Its query heads, and the key heads that they attend to.
 
         Each rank has whole groups of query heads. With more ranks than key heads, several ranks have copies of one
         key head, and share its query heads. `heads` must be at least the number of ranks.

@@ -37,13 +37,32 @@ ReadRows = Callable[[TensorInfo, int, int], Tensor]
 """Reads the rows from one up to another of a stored tensor, in its own dtype; a scalar is one row."""
 
 
-def dequantise(target: Tensor, tensor: QuantizedTensor, read: ReadRows) -> None:
-    """Fill `target`, of the plain tensor's shape and contiguous, rounding each value to its dtype once."""
-    assert tensor.shape == tuple(target.shape), (tensor.shape, target.shape)
+Part = tuple[slice, ...]
+"""Which part of a tensor is read: the numbers from one up to another of each axis."""
+
+
+def whole_index(shape: tuple[int, ...], index: Part) -> Part:
+    """An index of the leading axes of a tensor, with the other axes whole."""
+    return (*index, *(slice(0, size) for size in shape[len(index) :]))
+
+
+def dequantise(target: Tensor, tensor: QuantizedTensor, read: ReadRows, part: Part) -> None:
+    """Fill `target`, contiguous and of the shape of a part of the plain tensor, rounding each value to its dtype once.
+
+    Rows and columns that are not in the part are read only where the format has them in the same piece.
+    """
     if isinstance(tensor, ScaledTensor | PackedTensor):
-        out = target.transpose(-1, -2) if isinstance(tensor, ScaledTensor) and tensor.transposed else target
-        for piece in _number_pieces(tensor, read):
-            out[piece.place] = (piece.numbers * piece.scales()).to(target.device)
+        exchanged = isinstance(tensor, ScaledTensor) and tensor.transposed
+        out = target.transpose(-1, -2) if exchanged else target
+        stored = (*part[:-2], part[-1], part[-2]) if exchanged else part
+        for piece in _number_pieces(tensor, read, stored):
+            if (cut := _cut(piece.place, stored)) is not None:
+                to, of = cut
+                out[to] = (piece.numbers * piece.scales())[of].to(target.device)
+    elif part != whole_index(tensor.shape, ()):
+        whole = torch.empty(tensor.shape, dtype=target.dtype)
+        dequantise(whole, tensor, read, whole_index(tensor.shape, ()))
+        target.copy_(whole[part])
     elif isinstance(tensor, AssembledTensor):
         _fill_assembled(target, tensor, read)
     else:
@@ -61,44 +80,67 @@ class StoredNumbers:
     """Inputs that share a scale; the last group may be shorter."""
 
 
-def stored_integers(tensor: QuantizedTensor, into: Tensor, read: ReadRows) -> StoredNumbers | None:
-    """Fill `into` [O, I] int8 with the numbers that scales multiply; None if they are others than such integers."""
+def stored_integers(tensor: QuantizedTensor, into: Tensor, read: ReadRows, part: Part) -> StoredNumbers | None:
+    """Fill `into` int8 with the numbers of a part of a matrix [O, I] that scales multiply.
+
+    None if they are others than such integers, or the part begins within a group of inputs.
+    """
     group = integer_group(tensor)
-    if group is None:
+    if group is None or part[1].start % group:
         return None
     assert isinstance(tensor, ScaledTensor | PackedTensor), "checked above"
     if isinstance(tensor, PackedTensor) and not torch.equal(_groups(tensor, read), _in_order(tensor)):
         return None
-    for piece in _number_pieces(tensor, read):
-        part = into[piece.place]
-        part.copy_(piece.numbers.clamp(-128, 127))
-        if not torch.equal(part.float(), piece.numbers):
+    for piece in _number_pieces(tensor, read, part):
+        if (cut := _cut(piece.place, part)) is None:
+            continue
+        target, numbers = into[cut[0]], piece.numbers[cut[1]]
+        target.copy_(numbers.clamp(-128, 127))
+        if not torch.equal(target.float(), numbers):
             return None
-    return StoredNumbers(_group_scales(tensor, read), group)
+    return StoredNumbers(_group_scales(tensor, read, part, group), group)
 
 
-def stored_floats(tensor: QuantizedTensor, into: Tensor, read: ReadRows) -> StoredNumbers | None:
-    """Fill `into` [O, I] float8_e4m3fn with the numbers that scales multiply; None if they are others than such."""
+def stored_floats(tensor: QuantizedTensor, into: Tensor, read: ReadRows, part: Part) -> StoredNumbers | None:
+    """As `stored_integers`, with floats; `into` is float8_e4m3fn."""
     group = float_group(tensor)
-    if group is None:
+    if group is None or part[1].start % group:
         return None
     assert isinstance(tensor, ScaledTensor), "checked above"
-    for start, end in _pieces(*tensor.shape):
+    for start, end in _pieces(tensor.shape[0], tensor.shape[1], wanted=part[0]):
         values = read(tensor.parts["values"], start, end)
-        if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):  # not-a-number
+        cut = _cut((slice(start, end),), part)
+        assert cut is not None, "pieces overlap the wanted rows"
+        to, of = cut
+        if bool((values[of].view(torch.uint8) & 0x7F == 0x7F).any()):  # not-a-number
             return None
-        into[start:end] = values
-    return StoredNumbers(_group_scales(tensor, read), group)
+        into[to] = values[of]
+    return StoredNumbers(_group_scales(tensor, read, part, group), group)
 
 
-def _group_scales(tensor: ScaledTensor | PackedTensor, read: ReadRows) -> Tensor:
-    """Scales [O, G] float32 of the groups of each row."""
-    outputs = tensor.shape[0]
+def _group_scales(tensor: ScaledTensor | PackedTensor, read: ReadRows, part: Part, group: int) -> Tensor:
+    """Scales [O, G] float32 of the groups of each row of a part."""
+    outputs, groups = tensor.shape[0], slice(part[1].start // group, -(-part[1].stop // group))
     scales = _whole(tensor.parts["scale"], read).float()
     if isinstance(tensor, ScaledTensor):
-        rows = torch.arange(outputs) // tensor.blocks[0]
-        return scales.view(tensor.scale_shape).expand(-1, tensor.scale_shape[1])[rows] * _factor(tensor, read)
-    return scales.view(outputs, -1) if tensor.layout == "columns" else scales.T
+        rows = torch.arange(part[0].start, part[0].stop) // tensor.blocks[0]
+        scales = scales.view(tensor.scale_shape).expand(-1, tensor.scale_shape[1])[rows] * _factor(tensor, read)
+        return scales[:, groups]
+    return (scales.view(outputs, -1) if tensor.layout == "columns" else scales.T)[part[0], groups]
+
+
+def _cut(place: Part, part: Part) -> tuple[Part, Part] | None:
+    """Where what a piece at `place` has of a part is in that part, and where in the piece; None: it has nothing."""
+    to, of = [], []
+    for axis, wanted in enumerate(part):
+        whole = axis >= len(place) or place[axis] == slice(None)
+        held = slice(0, wanted.stop) if whole else place[axis]
+        low, high = max(held.start, wanted.start), min(held.stop, wanted.stop)
+        if low >= high:
+            return None
+        to.append(slice(low - wanted.start, high - wanted.start))
+        of.append(slice(low - held.start, high - held.start))
+    return tuple(to), tuple(of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +154,13 @@ class _Piece:
     """Computes them, float32, in a shape that the numbers' contains."""
 
 
-def _number_pieces(tensor: ScaledTensor | PackedTensor, read: ReadRows) -> Iterator[_Piece]:
+def _number_pieces(tensor: ScaledTensor | PackedTensor, read: ReadRows, part: Part) -> Iterator[_Piece]:
+    """The pieces that have something of a part."""
     if isinstance(tensor, ScaledTensor):
-        return _scaled_pieces(tensor, read)
-    return _column_pieces(tensor, read) if tensor.layout == "columns" else _input_pieces(tensor, read)
+        return _scaled_pieces(tensor, read, part[0])
+    if tensor.layout == "columns":
+        return _column_pieces(tensor, read, part[0])
+    return _input_pieces(tensor, read, part[1])
 
 
 def _fill_assembled(target: Tensor, tensor: AssembledTensor, read: ReadRows) -> None:
@@ -136,14 +181,18 @@ def _whole(info: TensorInfo, read: ReadRows) -> Tensor:
     return read(info, 0, info.shape[0] if info.shape else 1)
 
 
-def _pieces(rows: int, row_values: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Row ranges of at most `_PIECE` values but at least `multiple` rows, whose starts are its multiples."""
+def _pieces(rows: int, row_values: int, multiple: int = 1, wanted: slice | None = None) -> Iterator[tuple[int, int]]:
+    """Row ranges of at most `_PIECE` values but at least `multiple` rows, whose starts are its multiples.
+
+    They overlap the rows `wanted`; None: all.
+    """
     step = max(1, _PIECE // max(1, row_values * multiple)) * multiple
-    for start in range(0, rows, step):
-        yield start, min(rows, start + step)
+    first, end = (0, rows) if wanted is None else (wanted.start // multiple * multiple, min(rows, wanted.stop))
+    for start in range(first, end, step):
+        yield start, min(rows if wanted is None else -(-end // multiple) * multiple, start + step, rows)
 
 
-def _scaled_pieces(tensor: ScaledTensor, read: ReadRows) -> Iterator[_Piece]:
+def _scaled_pieces(tensor: ScaledTensor, read: ReadRows, wanted: slice) -> Iterator[_Piece]:
     groups = tensor.parts.get("groups")
     columns = None if groups is None else _whole(groups, read).long()
     factor = _factor(tensor, read)
@@ -152,7 +201,7 @@ def _scaled_pieces(tensor: ScaledTensor, read: ReadRows) -> Iterator[_Piece]:
     def scale(start: int, end: int) -> Tensor:
         return scales.rows(start, end) * factor
 
-    for start, end in _pieces(tensor.stored_shape[0], math.prod(tensor.stored_shape[1:])):
+    for start, end in _pieces(tensor.stored_shape[0], math.prod(tensor.stored_shape[1:]), wanted=wanted):
         values = _decoded(read(tensor.parts["values"], start, end), tensor)
         if "zero" in tensor.parts:
             values -= zeros.rows(start, end)
@@ -226,7 +275,7 @@ def _in_order(tensor: PackedTensor) -> Tensor:
     return torch.arange(tensor.shape[1]) // tensor.group
 
 
-def _column_pieces(tensor: PackedTensor, read: ReadRows) -> Iterator[_Piece]:
+def _column_pieces(tensor: PackedTensor, read: ReadRows, wanted: slice) -> Iterator[_Piece]:
     rows, inputs = tensor.shape
     groups = _groups(tensor, read)
     zero = tensor.parts.get("zero")
@@ -238,7 +287,7 @@ def _column_pieces(tensor: PackedTensor, read: ReadRows) -> Iterator[_Piece]:
         stored = read(tensor.parts["scale"], start, end).float().view(end - start, -1)  # [n, G]
         return stored.index_select(1, groups)
 
-    for start, end in _pieces(rows, inputs):
+    for start, end in _pieces(rows, inputs, wanted=wanted):
         codes = _unpacked(read(tensor.parts["words"], start, end), tensor.bits)[:, :inputs].float()
         if packed is None:
             codes -= 1 << (tensor.bits - 1)
@@ -247,7 +296,7 @@ def _column_pieces(tensor: PackedTensor, read: ReadRows) -> Iterator[_Piece]:
         yield _Piece((slice(start, end),), codes, partial(scale, start, end))
 
 
-def _input_pieces(tensor: PackedTensor, read: ReadRows) -> Iterator[_Piece]:
+def _input_pieces(tensor: PackedTensor, read: ReadRows, wanted: slice) -> Iterator[_Piece]:
     outputs = tensor.shape[0]
     groups = _groups(tensor, read)
     scale = _whole(tensor.parts["scale"], read).float()  # [G, O]
@@ -255,7 +304,9 @@ def _input_pieces(tensor: PackedTensor, read: ReadRows) -> Iterator[_Piece]:
     _check_zeros(tensor, zero)
     # Codes of 32 inputs fill as many whole words as a code has bits.
     per_row, multiple = (32 // tensor.bits, tensor.bits) if tensor.layout == "gptq" else (1, 1)
-    for start, end in _pieces(tensor.parts["words"].shape[0], outputs * per_row, multiple):
+    bits = tensor.bits if tensor.layout == "gptq" else 32
+    stored = slice(wanted.start * bits // 32, -(-wanted.stop * bits // 32))
+    for start, end in _pieces(tensor.parts["words"].shape[0], outputs * per_row, multiple, stored):
         words = read(tensor.parts["words"], start, end)
         codes = _awq(words) if tensor.layout == "awq" else _unpacked(words.T, tensor.bits).T  # [n, O]
         first = start * 32 // tensor.bits if tensor.layout == "gptq" else start

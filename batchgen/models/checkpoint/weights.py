@@ -8,17 +8,28 @@ Quantised tensors are dequantised in pieces (`quantized.dequantise`), or given a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import EllipsisType, TracebackType
 from typing import BinaryIO, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
 from batchgen.gguf.tensors import GgufForm
-from batchgen.models.checkpoint.dequantise import StoredNumbers, dequantise, stored_floats, stored_integers
+from batchgen.models.checkpoint.dequantise import (
+    Part,
+    StoredNumbers,
+    dequantise,
+    stored_floats,
+    stored_integers,
+    whole_index,
+)
 from batchgen.models.checkpoint.quantized_tensors import QuantizedTensor, StoredTensor
 from batchgen.models.checkpoint.safetensors_header import TensorInfo
 
@@ -76,9 +87,10 @@ class WeightReader:
             ModelError: the tensor is not stored as floating point, or the file cannot be read.
         """
         info = self._tensors[name]
-        assert info.shape == tuple(target.shape), (name, info.shape, target.shape)
+        part = whole_index(info.shape, index)
+        assert target.shape == _shape_of(part), (name, info.shape, index, target.shape)
         if isinstance(info, QuantizedTensor):
-            dequantise(target, info, self._rows)
+            dequantise(target, info, self._rows, part)
             return
         dtype = _TORCH_DTYPES.get(info.dtype)
         if dtype is None and info.form is None:
@@ -87,43 +99,44 @@ class WeightReader:
             )
         try:
             stream = self._open(info)
-            stream.seek(info.start)
             if info.form is not None:
-                self._decode(stream, info.form, target, info)
-            elif dtype == target.dtype and target.device.type == "cpu" and target.is_contiguous():
-                _fill(stream, target.view(-1), info)
+                self._decode(stream, info.form, target, info, part)
             else:
                 assert dtype is not None, "checked above"
-                self._convert(stream, dtype, target, info)
+                self._copy(stream, dtype, target, info, part)
         except OSError as error:
             raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
 
-    def integers(self, name: str, into: Tensor) -> StoredNumbers | None:
-        """The integers and scales of the stored matrix `name` [O, I], if it has a form of these.
+    def integers(self, name: str, into: Tensor, index: tuple[slice, ...] = ()) -> StoredNumbers | None:
+        """The integers and scales of a part of the stored matrix `name`, if it has a form of these.
 
         Args:
             name: of a quantised tensor.
             into: [O, I] int8, which receives the integers.
+            index: as for `read_into`; its columns begin with a group.
 
         Raises:
             ModelError: the file cannot be read.
         """
         info = self._tensors[name]
-        return stored_integers(info, into, self._rows) if isinstance(info, QuantizedTensor) else None
+        part = whole_index(info.shape, index)
+        return stored_integers(info, into, self._rows, part) if isinstance(info, QuantizedTensor) else None
 
-    def floats(self, name: str, into: Tensor) -> StoredNumbers | None:
+    def floats(self, name: str, into: Tensor, index: tuple[slice, ...] = ()) -> StoredNumbers | None:
         """As `integers`, of floats of eight bits; `into` is float8_e4m3fn."""
         info = self._tensors[name]
-        return stored_floats(info, into, self._rows) if isinstance(info, QuantizedTensor) else None
+        part = whole_index(info.shape, index)
+        return stored_floats(info, into, self._rows, part) if isinstance(info, QuantizedTensor) else None
 
     def converts(self, dtype: torch.dtype) -> bool:
         """Whether `read` rounds a matrix to `dtype`, from what is stored."""
         infos = (info for info in self._tensors.values() if len(info.shape) > 1)
         return any(isinstance(i, QuantizedTensor) or _TORCH_DTYPES.get(i.dtype) != dtype for i in infos)
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The tensor `name` in new memory: floating-point matrices in `dtype`, decoded vectors in float32, others as
-        they are stored.
+    def read(self, name: str, dtype: torch.dtype, index: tuple[slice, ...] = ()) -> Tensor:
+        """The part `index` of the tensor `name` in new memory, as for `read_into`.
+
+        Floating-point matrices are in `dtype`, decoded vectors in float32, others as they are stored.
 
         Threads may call it.
 
@@ -131,16 +144,17 @@ class WeightReader:
             ModelError: its dtype is not supported, or the file cannot be read.
         """
         info = self._tensors[name]
+        part = whole_index(info.shape, index)
         if (
             isinstance(info, TensorInfo)
             and info.form is None
             and (len(info.shape) < 2 or info.dtype not in _TORCH_DTYPES)
         ):
             rows = info.shape[0] if info.shape else 1
-            return self._thread.submit(self._rows, info, 0, rows).result().view(info.shape)
+            return self._thread.submit(self._rows, info, 0, rows).result().view(info.shape)[part].contiguous()
         # Vectors are small, and modules that compute in float32 keep them exact.
-        target = torch.empty(info.shape, dtype=torch.float32 if len(info.shape) == 1 else dtype)
-        self._thread.submit(self.read_into, name, target).result()
+        target = torch.empty(_shape_of(part), dtype=torch.float32 if len(info.shape) == 1 else dtype)
+        self._thread.submit(self.read_into, name, target, part).result()
         return target
 
     def _rows(self, info: TensorInfo, start: int, end: int) -> Tensor:
@@ -178,28 +192,70 @@ class WeightReader:
             self._stream, self._name = info.file.open("rb", buffering=0), str(info.file)
         return self._stream
 
-    def _convert(self, stream: BinaryIO, dtype: torch.dtype, target: Tensor, info: TensorInfo) -> None:
+    def _copy(self, stream: BinaryIO, dtype: torch.dtype, target: Tensor, info: TensorInfo, part: Part) -> None:
+        """Read a part of a tensor in the order of its numbers, in place or in pieces through the buffer."""
         assert target.is_contiguous(), "targets are slices of leading rows"
-        if self._buffer is None:
+        flat, (starts, length) = target.view(-1), _runs(info.shape, part)
+        in_place = dtype == target.dtype and target.device.type == "cpu"
+        if not in_place and self._buffer is None:
             self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
-        piece = self._buffer.view(dtype)
-        flat = target.view(-1)
-        for start in range(0, flat.numel(), piece.numel()):
-            part = flat[start : start + piece.numel()]
-            source = piece[: part.numel()]
-            _fill(stream, source, info)
-            part.copy_(source)
+        most = flat.numel() if in_place or self._buffer is None else self._buffer.view(dtype).numel()
+        for begin in range(0, flat.numel(), max(1, most)):
+            piece = flat[begin : begin + most]
+            source = piece if in_place or self._buffer is None else self._buffer.view(dtype)[: piece.numel()]
+            at = 0
+            while at < piece.numel():
+                run, inside = divmod(begin + at, length)
+                count = min(length - inside, piece.numel() - at)
+                stream.seek(info.start + (int(starts[run]) + inside) * dtype.itemsize)
+                _fill(stream, source[at : at + count], info)
+                at += count
+            if not in_place:
+                piece.copy_(source)
 
-    def _decode(self, stream: BinaryIO, form: GgufForm, target: Tensor, info: TensorInfo) -> None:
-        assert target.is_contiguous(), "targets are slices of leading rows"
-        matrix = target.view(-1, form.columns(target.shape))
-        rows, columns = matrix.shape
+    def _decode(self, stream: BinaryIO, form: GgufForm, target: Tensor, info: TensorInfo, part: Part) -> None:
+        """Decode groups of whole rows, and keep what is in the part."""
+        columns = form.columns(info.shape)
+        if len(part) > 2 and part[1:] != whole_index(info.shape[1:], ()):
+            size = info.nbytes // info.shape[0]
+            for number, target_of in enumerate(target):
+                start = info.start + (part[0].start + number) * size
+                one = replace(info, shape=info.shape[1:], start=start, nbytes=size)
+                self._decode(stream, form, target_of, one, part[1:])
+            return
+        rows = math.prod(info.shape) // columns
+        each, inside = rows // info.shape[0], slice(None)
+        wanted = slice(part[0].start * each, part[0].stop * each)
+        if not each:  # a vector is one row
+            wanted, inside = slice(0, 1), part[0]
+        elif len(part) == 2 and columns == info.shape[1]:
+            inside = part[1]
+        matrix = target.view(wanted.stop - wanted.start, -1)
         group = max(form.rows, _BUFFER_BYTES // (4 * columns) // form.rows * form.rows)
-        for start in range(0, rows, group):
-            part = matrix[start : start + group]
-            packed = torch.empty(info.nbytes * len(part) // rows, dtype=torch.uint8)
+        for begin in range(wanted.start // form.rows * form.rows, wanted.stop, group):
+            end = min(begin + group, rows)
+            stream.seek(info.start + info.nbytes * begin // rows)
+            packed = torch.empty(info.nbytes * (end - begin) // rows, dtype=torch.uint8)
             _fill(stream, packed, info)
-            part.copy_(torch.from_numpy(form.values(packed.numpy(), columns)))
+            values = torch.from_numpy(form.values(packed.numpy(), columns))
+            low, high = max(begin, wanted.start), min(end, wanted.stop)
+            matrix[low - wanted.start : high - wanted.start].copy_(values[low - begin : high - begin, inside])
+
+
+def _shape_of(part: Part) -> tuple[int, ...]:
+    return tuple(axis.stop - axis.start for axis in part)
+
+
+def _runs(shape: tuple[int, ...], part: Part) -> tuple[npt.NDArray[np.int64], int]:
+    """Where the runs of numbers that follow each other in a part of a tensor begin, and how long each is."""
+    cut = max((axis for axis, each in enumerate(part) if each != slice(0, shape[axis])), default=0)
+    inner = math.prod(shape[cut + 1 :])
+    starts = np.zeros(1, np.int64)
+    for axis in range(cut):
+        starts = (starts[:, None] * shape[axis] + np.arange(part[axis].start, part[axis].stop)).ravel()
+    if not part:
+        return starts, 1
+    return (starts * shape[cut] + part[cut].start) * inner, (part[cut].stop - part[cut].start) * inner
 
 
 class LazyWeight:
