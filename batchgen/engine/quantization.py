@@ -176,5 +176,5 @@ def quantize_in_place(model: NativeModel, texts: Sequence[Sequence[int]]) -> Qua
 
 def _log_probs(model: NativeModel, ids: Tensor) -> Tensor:
     """[T] -> [T, V] float32."""
-    states = model.hidden(ModelInput(ids, torch.arange(len(ids)), ProbeAttention()))
-    return model.logits(states).float().log_softmax(-1)
+    states, spec = model.hidden(ModelInput(ids, torch.arange(len(ids)), ProbeAttention())), model.spec
+    return spec.ranks.whole(model.logits(states).float(), spec.vocab_size, 32).log_softmax(-1)

@@ -75,6 +75,14 @@ class Ranks:
         """[ranks, ...]: all ranks' `x` [...], of one shape."""
         return x[None] if self.count == 1 else self._gather(x.contiguous())
 
+    def whole(self, x: Tensor, total: int, unit: int = 1) -> Tensor:
+        """[R, `total`]: all ranks' columns `x` [R, their `part`]."""
+        parts = [self.part_of(rank, total, unit) for rank in range(self.count)]
+        sizes = [part.stop - part.start for part in parts]
+        padded = x.new_zeros(x.shape[0], max(sizes))
+        padded[:, : x.shape[1]] = x
+        return torch.cat([each[:, :size] for each, size in zip(self.gather(padded), sizes, strict=True)], 1)
+
     def _reduce(self, x: Tensor, how: Any) -> None:
         """Replace `x` on every rank by the sum or the largest."""
         dist.all_reduce(x, how, self._group)

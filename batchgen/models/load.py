@@ -13,6 +13,7 @@ from typing import Final, Literal
 import torch
 
 from batchgen.errors import ModelError, library_errors
+from batchgen.kernels.ranks import ALONE, Ranks
 from batchgen.kernels.types import E4M3
 from batchgen.models.architectures import is_encoder
 from batchgen.models.base import Model, ModelSpec
@@ -20,6 +21,7 @@ from batchgen.models.check import CheckedModel
 from batchgen.models.checkpoint.folder import ModelFolder
 from batchgen.models.native.config import is_headless
 from batchgen.models.native.decoder import load_native, native_spec
+from batchgen.models.native.ranks import rank_layout
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -52,6 +54,15 @@ def load_checked(checked: CheckedModel, spec: ModelSpec) -> Model:
         return load_transformers(library_config, spec, checked.folder, checked.adapters)
 
 
+def of_rank(checked: CheckedModel, ranks: Ranks) -> CheckedModel:
+    """The part of a native model that a rank holds; the layout of others is known once the library has built them.
+
+    Raises:
+        UsageError: the model cannot be split among so many ranks.
+    """
+    return checked if checked.native is None else replace(checked, native=rank_layout(*checked.native, ranks))
+
+
 def checked_spec(
     checked: CheckedModel,
     *,
@@ -59,6 +70,7 @@ def checked_spec(
     device: DeviceName = "auto",
     elsewhere: bool = False,
     kv_dtype: KVDtypeName = "auto",
+    ranks: Ranks = ALONE,
 ) -> ModelSpec:
     """Spec of a model whose folder has been checked, without reading weights.
 
@@ -69,6 +81,7 @@ def checked_spec(
         device: `auto` is the GPU if there is one.
         elsewhere: whether the device need not exist on this machine.
         kv_dtype: of keys and values.
+        ranks: of those that compute the model together; the model is that of one rank (`of_rank`).
 
     Raises:
         ModelError: the message names the reason and the remedy.
@@ -78,7 +91,7 @@ def checked_spec(
     if checked.native is not None:
         config, layout = checked.native
         context = config.contexts.chosen(checked.max_model_len)
-        spec = native_spec(config, layout, kind, where, context, checked.adapters)
+        spec = native_spec(config, layout, kind, where, context, checked.adapters, ranks)
         generates = not is_headless(checked.folder.config)
         return replace(spec, cache_dtype=_CACHE_DTYPES[kv_dtype], generates=generates)
     with _named_failures(checked.folder, "build"):

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from batchgen.kernels.linear import Products
+from batchgen.kernels.ranks import ALONE, Ranks
 from batchgen.models.architectures import Requested
 from batchgen.models.base import Form, Model, ModelSpec, Numbers
 from batchgen.models.check import check_model
 from batchgen.models.checkpoint.overrides import NO_OVERRIDES, Overrides
-from batchgen.models.load import DeviceName, DtypeName, checked_spec, load_checked
+from batchgen.models.load import DeviceName, DtypeName, checked_spec, load_checked, of_rank
 from batchgen.models.lora.config import NamePath
 
 
@@ -27,6 +28,7 @@ def load_model(
     pickles: bool = False,
     form: Form = "full",
     products: Products = "measured",
+    ranks: Ranks = ALONE,
 ) -> Model:
     """Check a model folder (or hub id) and load it.
 
@@ -40,7 +42,8 @@ def load_model(
         overrides=overrides,
         pickles=pickles,
     )
-    spec = checked_spec(checked, dtype=dtype, device=device)
+    checked = of_rank(checked, ranks)
+    spec = checked_spec(checked, dtype=dtype, device=device, ranks=ranks)
     return load_checked(checked, replace(spec, numbers=Numbers(form, products)))
 
 

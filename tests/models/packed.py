@@ -59,7 +59,7 @@ def packed_logits(
     seed: int = 0,
     adapters: list[int] | None = None,
 ) -> list[Tensor]:
-    """Logits [n, V] at every position of every sequence.
+    """Logits [n, V] at every position of every sequence, of the model's part of the vocabulary.
 
     `attention` creates a step's attention from its (sequence, tokens) parts; `adapters` is each sequence's adapter or
     -1.
@@ -78,7 +78,8 @@ def packed_logits(
         assert hidden.dtype == model.spec.dtype
         head = model.spec.adapts_head and of_token is not None
         logits = model.logits(hidden, torch.from_numpy(of_token) if head else None).float()
-        assert logits.shape == (len(ids), model.spec.vocab_size)
+        tokens = model.spec.vocab
+        assert logits.shape == (len(ids), tokens.stop - tokens.start)
         assert logits.dtype == torch.float32
         for (i, start, end), rows in zip(step, logits.split([e - s for _, s, e in step]), strict=True):
             assert sum(len(r) for r in got[i]) == start

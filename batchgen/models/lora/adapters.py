@@ -133,6 +133,18 @@ class HeadChange:
     pair: LoraPair | None
     rows: TokenTable | None
 
+    def part(self, tokens: slice) -> HeadChange:
+        """The change of the logits of some tokens."""
+        pair, rows = self.pair, self.rows
+        weight, bias = (None if each is None else each[tokens] for each in (self.weight, self.bias))
+        if pair is not None:
+            factor, shift = (None if each is None else each[tokens] for each in (pair.factor, pair.shift))
+            pair = LoraPair(pair.down, pair.up[tokens], factor, shift)
+        if rows is not None:
+            held = (rows.ids >= tokens.start) & (rows.ids < tokens.stop)
+            rows = TokenTable(rows.ids[held] - tokens.start, rows.values[held], rows.places)
+        return HeadChange(weight, bias, pair, rows)
+
     def apply(self, hidden: Tensor, out: Tensor) -> Tensor:
         """The logits [r, V] of states [r, H], given the model's own."""
         if self.weight is not None:

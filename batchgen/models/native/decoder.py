@@ -19,6 +19,7 @@ from batchgen.kernels.decoder import DecoderLayer, DecoderWeights, FusedDecoder
 from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.linear import Embedding, Linear, Product, repacks
 from batchgen.kernels.lora import LoraPairs, scale_products
+from batchgen.kernels.ranks import ALONE, Ranks
 from batchgen.kernels.rope import inverse_frequencies
 from batchgen.kernels.rope_config import RopeConfig
 from batchgen.kernels.types import AttentionArgs, LayerKV, PagedAttention
@@ -29,6 +30,7 @@ from batchgen.models.lora.adapters import AdaptedEnds, adapted_ends, adapter_rea
 from batchgen.models.lora.config import Adapter
 from batchgen.models.native.config import NativeConfig
 from batchgen.models.native.own_integers import OwnIntegers
+from batchgen.models.native.ranks import rank_ends, rank_pair
 from batchgen.models.native.weights import EMBEDDING, HEAD, FusedTensor, NativeLayout, adapted_parts, native_sites
 
 _LINEARS: Final = ("qkv", "o", "gate_up", "down")
@@ -56,7 +58,11 @@ class NativeModel:
         self.stored_products = 0
         """How many of the linear layers, in which projections are fused, are in the numbers of the checkpoint."""
         self._has_factors = any(pairs.has_factors for layer in weights.layers for pairs in layer.lora.values())
-        self._fused = fused_decoder(weights)
+        self._fused = self._fused_decoder()
+
+    def _fused_decoder(self) -> FusedDecoder | None:
+        """None if there are other ranks: within the layers their products are summed."""
+        return fused_decoder(self._weights) if self.spec.ranks.count == 1 else None
 
     def with_product(self, product: Product) -> NativeModel:
         """The model with its linear layers and head computed by `product`."""
@@ -72,7 +78,7 @@ class NativeModel:
         if self.spec.unscaled_context is not None:
             # In place: recorded kernels read it. The fused decoder keeps tables of it.
             self._weights.inv_freq.copy_(inverse_frequencies(self._rope, longest)[0])
-            self._fused = fused_decoder(self._weights)
+            self._fused = self._fused_decoder()
 
     def quantise(self) -> None:
         """Replace the weights of the linear layers and the head by int8, on a CPU.
@@ -93,7 +99,7 @@ class NativeModel:
                     linears={name: self._in_int8(each, stored.get(name)) for name, each in layers[i].linears.items()},
                 )
             self._head = self._in_int8(self._head, None if integers is None else integers.layout.head)
-        self._fused = fused_decoder(self._weights)
+        self._fused = self._fused_decoder()
 
     def _in_int8(self, linear: Linear, stored: FusedTensor | None) -> Linear:
         weight = None if self._integers is None or stored is None else self._integers.read(stored)
@@ -109,7 +115,7 @@ class NativeModel:
         if plain and self._fused is not None and self._fused.takes(inputs.attention):
             return _hidden_fused(self._fused, inputs, self.spec)
         weights, layers = self._weights, self._weights.layers
-        x = weights.embedding(inputs.input_ids)  # [T, H]
+        x, ranks = self._embedded(inputs.input_ids), self.spec.ranks  # [T, H]
         if self._ends is not None:
             x = self._ends.embed(inputs.input_ids, x, inputs.lora)
         if inputs.embeds is not None:
@@ -130,16 +136,28 @@ class NativeModel:
                 x, attended = x[needed], attended[needed]  # from here on T is W
                 if not len(needed):
                     return x  # launch no empty kernels
-            delta = step.project(layer, "o", attended)  # [T, H]
+            delta = ranks.sum(step.project(layer, "o", attended))  # [T, H]
             normed = ops.add_rms_norm(x, delta, layer.post_norm, eps)  # [T, H]
             gate_up = step.project(layer, "gate_up", normed)  # [T, 2I]
-            delta = step.project(layer, "down", ops.gated(gate_up, weights.activation))  # [T, H]
+            delta = ranks.sum(step.project(layer, "down", ops.gated(gate_up, weights.activation)))  # [T, H]
             normed = ops.add_rms_norm(x, delta, next_norm, eps)  # [T, H]
             if capture is not None and index + 1 in captured:
                 capture.store(index + 1, x)
         if capture is not None and -1 in captured:
             capture.store(-1, normed)
         return normed if needed is inputs.wanted else inputs.select(normed)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """[T] -> [T, H], of which each rank has the rows of its tokens."""
+        ranks, tokens = self.spec.ranks, self.spec.vocab
+        if ranks.count == 1:
+            return self._weights.embedding(ids)
+        held = (ids >= tokens.start) & (ids < tokens.stop)
+        if tokens.start == tokens.stop:
+            x = torch.zeros(len(ids), self.spec.hidden_size, dtype=self.spec.dtype, device=ids.device)
+        else:
+            x = self._weights.embedding((ids - tokens.start).where(held, 0)) * held[:, None]
+        return ranks.sum(x)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
@@ -218,8 +236,9 @@ def native_spec(
     device: torch.device,
     context_length: int,
     adapters: Sequence[Adapter] = (),
+    ranks: Ranks = ALONE,
 ) -> ModelSpec:
-    """Spec of a native model, from its configuration."""
+    """Spec of a native model, from its configuration; of a rank's part, from its sizes and layout (`rank_layout`)."""
     sites = native_sites(layout)
     kv = LayerKV(config.num_kv_heads, config.head_dim, config.head_dim)
     return ModelSpec(
@@ -243,6 +262,7 @@ def native_spec(
         plain_adapters=all(map(sites.is_plain, adapters)),
         tiled_adapters=all(map(sites.is_tiled, adapters)),
         unscaled_context=config.contexts.unscaled_of(context_length),
+        ranks=ranks,
     )
 
 
@@ -263,7 +283,7 @@ def load_native(
         integers = OwnIntegers(folder, layout)
         loader = _Loader(reader, spec, layout, integers)
         embedding = loader.tensor(layout.embedding)
-        changes = _load_adapters(loader, layout, adapters)
+        changes = _load_adapters(loader, layout, adapters, spec.ranks)
         layers = [
             _load_layer(layer, loader, config.windows[i], config.rms_eps, changes[i] if changes else {})
             for i, layer in enumerate(layout.layers)
@@ -274,8 +294,14 @@ def load_native(
         head = Linear(embedding, products=spec.numbers.products) if layout.head is None else loader.linear(layout.head)
         ends = None
         if any(not adapter.modules.isdisjoint((EMBEDDING, HEAD)) for adapter in adapters):
-            both = (EMBEDDING, embedding), (HEAD, embedding if head_weight is None else head_weight, None)
+            if spec.ranks.count > 1:  # adapters change whole matrices
+                table = loader.tensor(layout.whole.embedding)
+                head_weight = None if layout.whole.head is None else loader.tensor(layout.whole.head)
+            else:
+                table = embedding
+            both = (EMBEDDING, table), (HEAD, table if head_weight is None else head_weight, None)
             ends = adapted_ends(adapters, *both, tied=layout.head is None)
+            ends = None if ends is None else rank_ends(ends, spec.vocab)
     inv_freq, rope_scale = inverse_frequencies(config.rope, spec.context_length)
     weights = DecoderWeights(
         heads=config.num_heads,
@@ -344,8 +370,8 @@ class _Loader:
 
     def _read(self, fused: FusedTensor, target: Tensor) -> Tensor:
         start = 0
-        for name, rows in fused.parts:
-            self._reader.read_into(name, target[start : start + rows])
+        for part, (name, rows) in enumerate(fused.parts):
+            self._reader.read_into(name, target[start : start + rows], fused.index_of(part))
             start += rows
         return target
 
@@ -361,21 +387,25 @@ def _load_layer(
     return DecoderLayer(linears, input_norm, post_norm, head_norms, window, lora)
 
 
-def _load_adapters(loader: _Loader, layout: NativeLayout, adapters: Sequence[Adapter]) -> list[dict[str, LoraPairs]]:
+def _load_adapters(
+    loader: _Loader, layout: NativeLayout, adapters: Sequence[Adapter], ranks: Ranks
+) -> list[dict[str, LoraPairs]]:
     """For each layer: name of a fused linear layer -> LoRA pairs of all adapters; empty without adapters."""
     if not adapters:
         return []
     with ExitStack() as stack:
         readers = [stack.enter_context(adapter_reader(adapter)) for adapter in adapters]
 
-        def pairs(layer: Mapping[str, FusedTensor], name: str) -> LoraPairs:
-            parts, bias = adapted_parts(layer[name]), layer.get(f"{name}_bias")
+        def pairs(layer: Mapping[str, FusedTensor], name: str, held: FusedTensor) -> LoraPairs:
+            whole, bias = layer[name], layer.get(f"{name}_bias")
 
             def base() -> tuple[Tensor, Tensor | None]:
-                return loader.tensor(layer[name]), None if bias is None else loader.tensor(bias)
+                return loader.tensor(whole), None if bias is None else loader.tensor(bias)
 
-            both = zip(adapters, readers, strict=True)
-            return LoraPairs([fused_pair(adapter, reader, parts, loader.like, base) for adapter, reader in both])
+            both, parts = zip(adapters, readers, strict=True), adapted_parts(whole)
+            made = [fused_pair(adapter, reader, parts, loader.like, base) for adapter, reader in both]
+            return LoraPairs([rank_pair(pair, held, whole, ranks) for pair in made])
 
-        layers = [{name: pairs(layer, name) for name, f in layer.items() if f.columns} for layer in layout.layers]
+        both = zip(layout.whole.layers, layout.layers, strict=True)
+        layers = [{name: pairs(whole, name, f) for name, f in layer.items() if f.columns} for whole, layer in both]
     return [{name: by_adapter for name, by_adapter in layer.items() if any(by_adapter)} for layer in layers]

@@ -20,21 +20,28 @@ from batchgen.models.checkpoint.weights import WeightReader
 from batchgen.models.native.weights import FusedTensor, NativeLayout
 
 
-def kernel_group(tensors: Sequence[StoredTensor]) -> int | None:
+def kernel_group(fused: FusedTensor, tensors: Sequence[StoredTensor]) -> int | None:
     """Most inputs of a group of the int8 products such that each of their groups has one scale of each of `tensors`.
 
-    None if the tensors, matrices [O, I] of one I, are not of integers, or there is no such size.
+    None if the tensors, matrices of which `fused` [O, I] is made, are not of integers, or there is no such size.
     """
     groups = [integer_group(tensor) for tensor in tensors]
-    inner = tensors[0].shape[-1]
-    shared = {group for group in groups if group is not None and group < inner}
-    if None in groups or len(shared) > 1:
+    inner = fused.shape[-1]
+    shared = _shared(fused, tensors, groups)
+    if shared is None:
         return None
     if not shared:
         return INT8.group
     (group,) = shared
     size = group if group < INT8.group else INT8.group
     return size if inner % group == group % size == size % INT8.multiple == 0 else None
+
+
+def _shared(fused: FusedTensor, tensors: Sequence[StoredTensor], groups: Sequence[int | None]) -> set[int] | None:
+    """The size of groups that are shorter than a stored row, if there are any; None: they do not fit a product."""
+    shared = {group for group in groups if group is not None and group < tensors[0].shape[-1]}
+    cut = any(fused.first_column % group for group in shared)
+    return None if None in groups or len(shared) > 1 or cut else shared
 
 
 class OwnIntegers:
@@ -68,7 +75,7 @@ class OwnIntegers:
         Raises:
             ModelError: a file cannot be read.
         """
-        group = kernel_group([self._tensors[name] for name, _ in fused.parts])
+        group = kernel_group(fused, [self._tensors[name] for name, _ in fused.parts])
         if group is None:
             return None
         reader = self._reader if reader is None else reader
@@ -93,7 +100,7 @@ class OwnIntegers:
             ModelError: a file cannot be read.
         """
         parts = [self._tensors[name] for name, _ in fused.parts]
-        form = weight_form(parts)
+        form = weight_form(fused, parts)
         if form is None:
             return None
         (outer, inner), count, size = fused.shape, form.groups, form.size
@@ -109,7 +116,11 @@ class OwnIntegers:
 
 
 def _read_parts(
-    fused: FusedTensor, read: Callable[[str, Tensor], StoredNumbers | None], numbers: Tensor, count: int, size: int
+    fused: FusedTensor,
+    read: Callable[[str, Tensor, tuple[slice, ...]], StoredNumbers | None],
+    numbers: Tensor,
+    count: int,
+    size: int,
 ) -> Tensor | None:
     """Fill `numbers` [O, I] with those of all parts; None if one has none of the kind.
 
@@ -117,8 +128,8 @@ def _read_parts(
         Scales [O, `count`] of groups of `size` inputs, each within one group of the stored ones.
     """
     scales, start = torch.empty(len(numbers), count), 0
-    for name, rows in fused.parts:
-        stored = read(name, numbers[start : start + rows])
+    for part, (name, rows) in enumerate(fused.parts):
+        stored = read(name, numbers[start : start + rows], fused.index_of(part))
         if stored is None:
             return None
         scales[start : start + rows] = stored.scales[:, torch.arange(count) * size // stored.group]
@@ -148,16 +159,16 @@ class WeightForm:
         return self.outer * self.groups * (self.size * self.bits // 8 + (5 if self.bits == 4 else 4))
 
 
-def weight_form(tensors: Sequence[StoredTensor]) -> WeightForm | None:
-    """The form of matrices [O, I] of one I, stacked, whose numbers all are floats or all are integers.
+def weight_form(fused: FusedTensor, tensors: Sequence[StoredTensor]) -> WeightForm | None:
+    """The form of a matrix [O, I] made of matrices whose numbers all are floats or all are integers.
 
     None if they have another one, or their groups do not fit the products.
     """
     floats = float_group(tensors[0]) is not None
     groups = [float_group(tensor) if floats else integer_group(tensor) for tensor in tensors]
-    outer, inner = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[-1]
-    shared = {group for group in groups if group is not None and group < inner}
-    if None in groups or len(shared) > 1:
+    outer, inner = fused.shape
+    shared = _shared(fused, tensors, groups)
+    if shared is None:
         return None
     size = next(iter(shared)) if shared else inner + -inner % INT4.multiple
     if shared and size % INT4.multiple:
@@ -168,7 +179,7 @@ def weight_form(tensors: Sequence[StoredTensor]) -> WeightForm | None:
 
 def weight_forms(layout: NativeLayout, folder: ModelFolder) -> list[WeightForm]:
     """The forms of a decoder's linear layers that have one."""
-    forms = [weight_form(tensors) for _, tensors in _matrices(layout, folder)]
+    forms = [weight_form(*matrix) for matrix in _matrices(layout, folder)]
     return [form for form in forms if form is not None]
 
 
@@ -178,12 +189,12 @@ def stored_sizes(layout: NativeLayout, folder: ModelFolder, form: Form) -> list[
         return []
     if form == "weight-only":
         return [(each.outer * each.inner, each.nbytes) for each in weight_forms(layout, folder)]
-    groups = [(shape, kernel_group(tensors)) for shape, tensors in _matrices(layout, folder)]
+    groups = [(fused.shape, kernel_group(fused, tensors)) for fused, tensors in _matrices(layout, folder)]
     return [(outer * inner, int8_bytes(outer, inner, group)) for (outer, inner), group in groups if group is not None]
 
 
-def _matrices(layout: NativeLayout, folder: ModelFolder) -> list[tuple[tuple[int, ...], list[StoredTensor]]]:
-    """Shapes and stored tensors of the matrices of linear layers."""
+def _matrices(layout: NativeLayout, folder: ModelFolder) -> list[tuple[FusedTensor, list[StoredTensor]]]:
+    """The fused tensors, and the stored ones, of the matrices of linear layers."""
     linears = [fused for layer in layout.layers for fused in layer.values() if fused.columns]
     matrices = linears if layout.head is None else [*linears, layout.head]
-    return [(fused.shape, [folder.tensors[name] for name, _ in fused.parts]) for fused in matrices]
+    return [(fused, [folder.tensors[name] for name, _ in fused.parts]) for fused in matrices]

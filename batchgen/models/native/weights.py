@@ -5,7 +5,7 @@ q, k and v are fused into one matrix [(N + 2K) D, H]; gate and up into one [2I, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from batchgen.errors import ModelError
@@ -25,6 +25,27 @@ class FusedTensor:
     """(name in the checkpoint, rows) of each part, in order."""
     columns: tuple[int, ...]
     """Columns of the matrix; empty for a vector."""
+    index: tuple[tuple[slice, ...], ...] = ()
+    """Which part of each of these tensors it is made of, a slice for each axis; empty: of all of them."""
+
+    def part(self, rows: Sequence[slice], columns: slice | None = None) -> FusedTensor:
+        """The tensor of some rows of each part, and of some columns."""
+        index = tuple((each,) if columns is None else (each, columns) for each in rows)
+        parts = tuple((name, each.stop - each.start) for (name, _), each in zip(self.parts, rows, strict=True))
+        return FusedTensor(parts, self.columns if columns is None else (columns.stop - columns.start,), index)
+
+    def inputs(self, columns: slice) -> FusedTensor:
+        """The tensor of some columns."""
+        return self.part([slice(0, rows) for _, rows in self.parts], columns)
+
+    def index_of(self, part: int) -> tuple[slice, ...]:
+        """What the tensor is made of, of a part."""
+        return self.index[part] if self.index else ()
+
+    @property
+    def first_column(self) -> int:
+        """Of the stored tensors, where its columns begin."""
+        return self.index[0][1].start if self.index and len(self.index[0]) > 1 else 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,6 +65,13 @@ class NativeLayout:
     """For each layer: fused name -> tensor."""
     stored: TextTensors
     """Where the tensors are in the checkpoint."""
+    uncut: NativeLayout | None = None
+    """The layout of the whole decoder, if this is that of a rank."""
+
+    @property
+    def whole(self) -> NativeLayout:
+        """The layout of the whole decoder."""
+        return self if self.uncut is None else self.uncut
 
     def __iter__(self) -> Iterator[FusedTensor]:
         yield from (self.embedding, self.norm)
@@ -110,6 +138,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 def native_sites(layout: NativeLayout) -> Sites:
     """Modules of a native decoder that adapters may change."""
+    layout = layout.whole
     linears = {
         module: (fused.columns[0], rows)
         for layer in layout.layers
