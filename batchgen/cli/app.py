@@ -14,7 +14,7 @@ import typer
 from typer.main import get_command
 
 from batchgen import __version__
-from batchgen.cli import bench, help, jobs, machine, results
+from batchgen.cli import help, jobs, machine, results
 from batchgen.cli.flags import translated
 from batchgen.config.urls import is_url
 from batchgen.errors import BatchgenError, DeviceError, Interrupted, OutputError, UsageError, is_out_of_host_memory
@@ -36,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for commands in (jobs, results, machine, bench, help):
+for commands in (jobs, results, machine, help):
     commands.register(app)
 
 

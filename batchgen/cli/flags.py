@@ -150,12 +150,10 @@ def _parameters(option: Option) -> list[inspect.Parameter]:
 
 
 def _info(option: Option, names: tuple[str, ...], text: str, metavar: str | None) -> Any:
-    # Unsupported options are known to the parser, so that they are refused by name.
     return typer.Option(
         *names,
         metavar=metavar,
         help=text,
-        hidden=not option.supported,
         rich_help_panel=option.group,
         show_default=False,
         autocompletion=completer(option.choices) if option.choices and metavar else None,

@@ -165,7 +165,7 @@ def _search(words: Sequence[str]) -> str:
         if all(word in text.lower() for word in wanted)
     ]
     hits.sort(key=lambda hit: hit[0], reverse=True)
-    options = [f"{option.flag} {option.help}".lower() for option in OPTIONS if option.supported]
+    options = [f"{option.flag} {option.help}".lower() for option in OPTIONS]
     count = sum(all(word in option for word in wanted) for option in options)
     if not hits and not count:
         near = get_close_matches(words[0], TOPICS, n=1)

@@ -124,7 +124,7 @@ def _check(job: CheckedJob, as_json: bool) -> int:
 
 def _run(job: CheckedJob, output: str) -> None:
     """Run a job. `output`: what the user names as its output."""
-    from batchgen.engine.gc_control import DeferredGC
+    from batchgen.engine.memory.gc_control import DeferredGC
     from batchgen.job.display.progress import ProgressState, make_progress
     from batchgen.job.finished import OpenedCommand
     from batchgen.job.signals import StopRequest, handle_signals

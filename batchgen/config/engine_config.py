@@ -242,6 +242,12 @@ class EngineConfig:
         "--kv-memory. Example: --gpu-memory-utilization 0.9",
         TOTAL_SHARE,
     )
+    tensor_parallel: int = MODEL.option(
+        1,
+        "Number of processes that compute the model together, each with a part of every layer, on one GPU each or on a "
+        "share of the processors; for models that one GPU does not hold. Example: --tensor-parallel 4",
+        int_range(1, 64),
+    )
     page_size: int = ENGINE.option(16, "Tokens per KV cache page. Example: --page-size 32", int_range(1, 4096))
     cpu_threads: int | None = ENGINE.option(
         None,

@@ -49,7 +49,7 @@ def example_text() -> str:
     """The content of the file: the options that it may set by itself, by group, then those that need it named."""
     by_title: dict[str, str] = {f"\n# {group}\n": "" for group in GROUPS} | {_NAMED: ""}
     for option in OPTIONS:
-        if option.supported and option.target != "meta":
+        if option.target != "meta":
             value = _value(option)
             by_title[_NAMED if option.reach_of(json.loads(value)) else f"\n# {option.group}\n"] += _entry(option, value)
     return _HEAD + "".join(title + entries for title, entries in by_title.items())

@@ -64,8 +64,6 @@ class Option:
     repeat: bool = False
     """Whether the option may be given several times; its value is a tuple."""
     choices: tuple[str, ...] = ()
-    supported: bool = True
-    """False: every value but the default is refused."""
     choice_flags: bool = False
     """Whether each choice is a separate flag; `help` has one line for each."""
     short: str | None = None
@@ -270,21 +268,12 @@ def coerce(option: Option, value: object, label: str) -> Any:
     """Parse and check a value given by a flag, a variable, a TOML file or Python.
 
     Raises:
-        UsageError: the value is wrong or not supported; the message begins with `label`.
+        UsageError: the value is wrong; the message begins with `label`.
     """
     try:
-        result = _parse(option, value)
+        return _parse(option, value)
     except ValueError as problem:
-        if not option.supported:
-            raise _unsupported(label) from None
         raise UsageError(f"`{label}` {problem}") from None
-    if not option.supported and result != option.default:
-        raise _unsupported(label)
-    return result
-
-
-def _unsupported(label: str) -> UsageError:
-    return UsageError(f"`{label}` is not supported yet; leave it out")
 
 
 def _parse(option: Option, value: object) -> Any:

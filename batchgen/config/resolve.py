@@ -54,7 +54,7 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
     """
     inputs = tuple(flags.get("inputs", ()))
     chosen = _given_options(flags, env, cwd)
-    values = {name: value for name, (value, _) in chosen.items() if BY_NAME[name].supported}
+    values = {name: value for name, (value, _) in chosen.items()}
     _check_unicode(values)
     output = values.pop("output", None)
     if "shard" in values:

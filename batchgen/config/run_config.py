@@ -230,7 +230,7 @@ class RunConfig:
                     "origin": self.origins.get(option.name, "default"),
                 }
                 for option in OPTIONS
-                if option.supported and option.target != "meta"
+                if option.target != "meta"
             },
         }
 
@@ -292,15 +292,6 @@ _WITHOUT_ATTRIBUTE = (
     ),
     Option(
         "config", PATH, "Read options from this TOML file. Example: --config job.toml", group=JOB.title, target="meta"
-    ),
-    Option(
-        "tensor_parallel",
-        int_range(1),
-        "Number of GPUs per model. Example: --tensor-parallel 2",
-        1,
-        group=MODEL.title,
-        supported=False,
-        target="run",
     ),
 )
 _OPTIONS = (

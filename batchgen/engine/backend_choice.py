@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,9 @@ from batchgen.kernels.backend import (
     refuse_deterministic,
 )
 from batchgen.kernels.chips import chip_tuning
+from batchgen.kernels.cpu.command_buffer import CommandBuffers
 from batchgen.kernels.measure import TypicalStep
+from batchgen.kernels.vocab_parallel import vocab_parallel_ops
 from batchgen.models.base import ModelSpec
 from batchgen.plan.config import GROUP_MIN_SAVING
 
@@ -93,6 +96,14 @@ def kernels_for(config: EngineConfig, spec: ModelSpec, workload: JobWorkload, ro
     if fixed is not None:
         return fixed
     return choose_backend(config.attention, _needs(config, spec), typical_step(config, spec, workload, rows, tokens))
+
+
+def of_ranks(backend: Backend, spec: ModelSpec) -> Backend:
+    """The backend for one of the model's ranks: with a part of the logits, and no commands that run without others."""
+    if spec.ranks.count == 1:
+        return backend
+    executors = tuple(each for each in backend.executors if not isinstance(each, CommandBuffers))
+    return replace(backend, ops=vocab_parallel_ops(backend.ops, spec.ranks, spec.vocab_size), executors=executors)
 
 
 def _needs(config: EngineConfig, spec: ModelSpec) -> AttentionNeeds:

@@ -12,14 +12,14 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from batchgen.config.engine_config import ENGINE_OPTIONS, EngineConfig
 from batchgen.config.python_words import in_python, in_python_info, python_errors, refuse_unknown, with_python_errors
 from batchgen.demo import named_model
 from batchgen.engine.advice import input_advice, output_advice, warn_advice
-from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for
+from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for, of_ranks
 from batchgen.engine.front_end import FrontEnd, default_fields
-from batchgen.engine.gc_control import trim_heap
 from batchgen.engine.loop import Loop, completion_keys, in_order
 from batchgen.engine.machine import prepare_device, step_limits
 from batchgen.engine.media.job import device_feature_bytes, open_media
@@ -32,6 +32,7 @@ from batchgen.engine.memory.dummy_run import (
     estimated_bytes,
     measure_largest_step,
 )
+from batchgen.engine.memory.gc_control import trim_heap
 from batchgen.engine.memory.kv_budget import (
     DeviceMemory,
     device_memory,
@@ -43,6 +44,7 @@ from batchgen.engine.memory.kv_budget import (
     with_windows_in,
 )
 from batchgen.engine.outputs.streaming import Emit
+from batchgen.engine.parallel.peers import NO_PEERS, Peers, Start, WarmUp, peers_of, ranks_of
 from batchgen.engine.quantization import QuantizationLoss, choose_numbers, describe_weights, quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.running import PromptsBar, Running
@@ -55,13 +57,14 @@ from batchgen.kernels.device import Device, device_for
 from batchgen.kernels.grouped import GroupedPool
 from batchgen.kernels.linear import describe_products
 from batchgen.kernels.mixers.states import StatePool
-from batchgen.models.base import Model
+from batchgen.kernels.ranks import Ranks
+from batchgen.models.base import Model, ModelSpec, Numbers
 from batchgen.models.check import check_model
 from batchgen.models.checkpoint.model_files import TOKENIZER_FILES, resolve_model
 from batchgen.models.checkpoint.overrides import Overrides
 from batchgen.models.deterministic import deterministic_model
 from batchgen.models.embed.encoder import EncoderModel
-from batchgen.models.load import checked_spec, load_checked
+from batchgen.models.load import checked_spec, load_checked, of_rank
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup
 from batchgen.plan.config import Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
@@ -106,10 +109,35 @@ class Engine:
     def __init__(self, model: str = "demo", **options: Any) -> None:
         refuse_unknown(options, "Engine", [option.name for option in ENGINE_OPTIONS])
         config = EngineConfig(model=model, **options)
+        self._open(config, ranks_of(config), partial(peers_of, config))
+
+    @classmethod
+    def of_rank(
+        cls, config: EngineConfig, ranks: Ranks, connect: Callable[[ModelSpec], Peers], numbers: Numbers
+    ) -> Engine:
+        """The engine of a rank above 0, which runs what rank 0 tells it.
+
+        Args:
+            config: as that of rank 0.
+            ranks: the rank.
+            connect: connects the ranks of a model before its weights are read.
+            numbers: those that rank 0 has chosen.
+        """
+        engine = cls.__new__(cls)
+        engine._open(config, ranks, connect, numbers)
+        return engine
+
+    def _open(
+        self,
+        config: EngineConfig,
+        ranks: Ranks,
+        connect: Callable[[ModelSpec], Peers],
+        numbers: Numbers | None = None,
+    ) -> None:
         prepare_device(config)
         processors = load_processors(config.logit_processor)  # errors come before the weights are read
         checked = check_model(
-            named_model(model),
+            named_model(config.model),
             implementation=config.model_impl,
             max_model_len=config.max_model_len,
             revision=config.revision,
@@ -117,14 +145,16 @@ class Engine:
             overrides=Overrides(config.hf_overrides, config.rope_scaling),
             pickles=config.allow_pickle_weights,
         )
-        spec = checked_spec(checked, dtype=config.dtype, device=config.device, kv_dtype=config.kv_dtype)
-        spec = replace(spec, numbers=choose_numbers(config, checked, spec))
+        checked = of_rank(checked, ranks)
+        spec = checked_spec(checked, dtype=config.dtype, device=config.device, kv_dtype=config.kv_dtype, ranks=ranks)
+        spec = replace(spec, numbers=numbers or choose_numbers(config, checked, spec))
+        peers = connect(spec)
         loaded = load_checked(checked, spec)
         folder = checked.folder.path
         named = resolve_model(config.tokenizer, files=TOKENIZER_FILES) if config.tokenizer is not None else folder
         tokenizer = Tokenizer.load(named, model=folder, config=checked.folder.config)
         front_end = FrontEnd.build(config, spec, tokenizer, processors)
-        self._init(loaded, front_end.of_folder(checked.folder))
+        self._init(loaded, front_end.of_folder(checked.folder), peers)
 
     @classmethod
     def from_parts(
@@ -138,13 +168,14 @@ class Engine:
         return cls.from_front_end(model, FrontEnd.build(config, model.spec, tokenizer, processors, grammars=grammars))
 
     @classmethod
-    def from_front_end(cls, model: Model, front_end: FrontEnd) -> Engine:
+    def from_front_end(cls, model: Model, front_end: FrontEnd, peers: Peers = NO_PEERS) -> Engine:
         """An engine with a loaded model and the front end that was built for it, as by `from_parts`."""
         engine = cls.__new__(cls)
-        engine._init(model, front_end)
+        engine._init(model, front_end, peers)
         return engine
 
-    def _init(self, model: Model, front_end: FrontEnd) -> None:
+    def _init(self, model: Model, front_end: FrontEnd, peers: Peers) -> None:
+        self._peers = peers
         self.config = config = front_end.config
         self._front_end = front_end
         self._advised: set[str] = set()
@@ -317,14 +348,16 @@ class Engine:
         `unscaled_context`, whether rows get the frequencies past it; None: if one of the table is longer.
         """
         spec = self.model.spec
+        aside, alone = ({}, ()) if record is None else (dict(record.set_aside), list(record.alone))
+        self._peers.tell(Start(table, done, scaled, emit is not None, aside, alone))
         if spec.unscaled_context is not None:
             self.scaled_positions = table.longest > spec.unscaled_context if scaled is None else scaled
             self.model.fit_positions(spec.context_length if self.scaled_positions else spec.unscaled_context)
         workload = self._plan(table, done)
         if spec.device.type == "cuda":
             self.last_run = None  # its pool takes the memory that is left
-        memory = device_memory(spec.device) if self.config.max_num_seqs is None else None
-        limits = step_limits(self.config, spec, workload, memory)
+        memory = self._device_memory() if self.config.max_num_seqs is None else None
+        limits = self._peers.agree(lambda: step_limits(self.config, spec, workload, memory))
         resources = self.resources(workload, limits)
         pool, cache = self._pool_for(workload, resources, limits)
         workload, scheduler = self._schedule(workload, cache, resources.backend, record)
@@ -351,12 +384,20 @@ class Engine:
     def resources(self, workload: JobWorkload, limits: tuple[int, int]) -> EngineResources:
         """What computes a job: all that is on the device but the pool, which takes the memory that is left."""
         front_end = self._front_end
+        spec = self.model.spec
         if self.backend is None:
-            self.backend = kernels_for(self.config, self.model.spec, workload, *limits)
-        towers = None if workload.table.media is None else front_end.media.encoder(self.model)
+            config = self.config
+            if spec.ranks.count > 1:
+                name: Any = self._peers.agree(lambda: kernels_for(config, spec, workload, *limits).name)
+                config = replace(config, attention=name)
+            self.backend = kernels_for(config, spec, workload, *limits)
+        backend = of_ranks(self.backend, spec)
+        towers = None
+        if workload.table.media is not None and spec.ranks.rank == 0:
+            towers = front_end.media.encoder(self.model)
         read_by = self.tokenizer, self.grammars, front_end.processors, front_end.encoder.reasoning
         heads = front_end.heads() if any(p.task for p in workload.table.params) else None
-        return EngineResources(self.model, self.backend, self.device, *read_by, heads, towers)
+        return EngineResources(self.model, backend, self.device, *read_by, heads, towers, peers=self._peers)
 
     def _schedule(
         self, workload: JobWorkload, cache: CachePlan, backend: Backend, record: WorkRecord | None
@@ -389,16 +430,19 @@ class Engine:
         reserved = device_feature_bytes(workload.table, spec, self.device)
         memory = replace(memory, free=max(0, memory.free - reserved) + (0 if kept is None else kept.nbytes))
         budget = memory.budget(config.kv_budget)
-        states = sized_states(spec, workload, limits[0], budget)
+        agree = self._peers.agree
+        states = agree(lambda: sized_states(spec, workload, limits[0], budget))
         kv_budget = config.kv_budget
         if states is not None:
             size = states.num_pages * states.page_bytes
             kv_budget = budget = budget - size
             memory = replace(memory, free=max(0, memory.free - size))
         planned = with_job_windows(spec, workload, config.page_size)
-        planned = with_windows_in(planned, workload, config.page_size, budget)
-        pages = pool_pages(workload, planned, config.page_size, kv_budget, memory, limits)
-        groups = sized_groups(workload, planned, config.page_size, pages, limits, min(budget, memory.room))
+        windows = agree(lambda: with_windows_in(planned, workload, config.page_size, budget).windows)
+        planned = replace(planned, windows=windows)
+        pages = agree(lambda: pool_pages(workload, planned, config.page_size, kv_budget, memory, limits))
+        room = min(budget, memory.room)
+        groups = agree(lambda: sized_groups(workload, planned, config.page_size, pages, limits, room))
         layers, counts = [group.layers for group in groups], [group.pool_pages(pages) for group in groups]
         pool = None if kept is None else kept.first(layers, counts)
         if pool is None:
@@ -420,16 +464,27 @@ class Engine:
         """The device's memory, with the bytes of the job's largest step, and the limits of a step, lowered to it."""
         spec, size, (seqs, tokens) = self.model.spec, self.config.page_size, limits
         if not workload.samples.any():
-            return device_memory(spec.device), limits
+            return self._device_memory(), limits
         if spec.device.type == "cpu":
             step_bytes = estimated_bytes(spec, dummy_run(workload, spec, size, seqs, tokens))
-            return device_memory(spec.device, step_bytes), limits
+            return self._device_memory(step_bytes), limits
         run = self.dummy_runner(resources, limits)
         step_bytes, tokens = measure_largest_step(run, workload, spec, size, limits, partial(cuda_peak, spec.device))
         # The dummy run's token count lists are short, so their largest size is added here.
         prompts = self.config.repetition_penalty_scope == "prompt+output"
         step_bytes += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)
-        return device_memory(spec.device, step_bytes), (seqs, max(tokens, workload.longest_span))
+        return self._device_memory(step_bytes), (seqs, max(tokens, workload.longest_span))
+
+    def _device_memory(self, step: int = 0) -> DeviceMemory:
+        """The memory that every rank has, with the bytes of its largest step; on a CPU they share what there is."""
+        spec = self.model.spec
+        memory, ranks = device_memory(spec.device, step), spec.ranks
+        if ranks.count == 1:
+            return memory
+        share = 1 if memory.exclusive else ranks.count
+        sizes = torch.tensor([-memory.free // share, -memory.total // share, step], device=spec.device)
+        free, total, step = ranks.largest(sizes).tolist()
+        return replace(memory, free=-free, total=-total, step=step)
 
     def warm_up(self) -> None:
         """On a GPU, run the dummy run of a small job, so that kernels are compiled and libraries started before a job.
@@ -439,6 +494,7 @@ class Engine:
         spec, size, backend = self.model.spec, self.config.page_size, self.backend
         if spec.device.type != "cuda":
             return
+        self._peers.tell(WarmUp())
         limits, table = (_WARM_UP_ROWS, _WARM_UP_ROWS * size), RequestTable()
         length = min(2 * size + 1, spec.context_length - _WARM_UP_ROWS)
         table.append(0, 0, [0] * max(1, length), SamplingParams(n=_WARM_UP_ROWS), 0, _WARM_UP_ROWS)
@@ -465,7 +521,7 @@ class Engine:
             page_size=self.config.page_size,
             max_num_seqs=cache.limits[0],
             max_tokens_per_step=cache.limits[1],
-            group_min_saving=group_min_saving(self.model.spec.device, backend),
+            group_min_saving=self._peers.agree(lambda: group_min_saving(self.model.spec.device, backend)),
             group_rows=None if backend.group_saving is None else backend.group_saving.rows,
             order=self.order,
             admission=self.admission,

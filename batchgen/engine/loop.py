@@ -10,13 +10,14 @@ from functools import partial
 
 import numpy as np
 
-from batchgen.engine.gc_control import DeferredGC
 from batchgen.engine.memory.d2h_queue import D2HQueue
 from batchgen.engine.memory.dummy_run import DummyRun, edits_logits
+from batchgen.engine.memory.gc_control import DeferredGC
 from batchgen.engine.memory.oom import blocked_requests, out_of_memory
 from batchgen.engine.observer import StepObserver
 from batchgen.engine.outputs.processor import OpenPrompts
 from batchgen.engine.outputs.streaming import Emit, Streams
+from batchgen.engine.parallel.peers import Peers
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.settings import EngineResources, LoopSettings
 from batchgen.engine.step.executor import DecodeForecast, ExecutorContext
@@ -28,6 +29,7 @@ from batchgen.engine.step.step_times import StepTimes
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import DeviceError, ErrorInfo, row_error
 from batchgen.kernels.grouped import GroupedPool
+from batchgen.kernels.sampling import SamplingColumns
 from batchgen.plan.length_predictor import EXACT, LengthPredictor
 from batchgen.plan.order import pages_held
 from batchgen.plan.scheduler import Scheduler
@@ -98,10 +100,13 @@ class Loop:
         self._context = ExecutorContext(
             resources.model, pool, backend, device, D2HQueue(device, settings.queue_bytes), self.prompts, self.states
         )
+        if resources.model.spec.ranks.count > 1:
+            each = [(params.temperature, params.top_k, params.top_p, params.min_p) for params in workload.table.params]
+            self._context.sampling = SamplingColumns.of(*np.array(each).reshape(-1, 4).T)
         self._top = max((params.top_logprobs_num for params in workload.table.params), default=0)
         sampler = Sampler(device, backend.ops, resources.processors, settings.logprobs_mode, self._top)
         most = scheduler.config.max_tokens_per_step
-        self._runner = ModelRunner(workload, self._context, sampler, most, resources.media)
+        self._runner = ModelRunner(workload, self._context, sampler, most, resources.media, resources.peers)
         self._sequences: dict[int, Sequence] = {}
         self._prompt_only: set[int] = set()
         """Sequences that only compute their prompt; their one sampled token is discarded."""
@@ -112,6 +117,11 @@ class Loop:
     def again(self, workload: JobWorkload, scheduler: Scheduler) -> Loop:
         """A loop for further requests of the job, when this one has run."""
         return Loop(workload, scheduler, self._context.pool, self._resources, self.settings, self._emit)
+
+    @property
+    def peers(self) -> Peers:
+        """The engines of other ranks, which run the same steps."""
+        return self._resources.peers
 
     @property
     def outputs(self) -> D2HQueue:
@@ -140,9 +150,9 @@ class Loop:
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[list[Completion]]:
         """Generate until everything is done or `stop` returns True; unfinished prompts yield nothing."""
         try:
-            yield from self._open.without_steps()
             if self._context.device.captures and (forecast := self._forecast()) is not None:
                 self._runner.prepare(forecast)
+            yield from self._open.without_steps()
             with DeferredGC() as deferred_gc:
                 yield from self._steps(stop, deferred_gc)
         finally:
@@ -155,7 +165,7 @@ class Loop:
         """The decode steps to expect; None if rows return states, or have images, whose positions differ."""
         workload, slots = self._workload, self._scheduler.config.max_num_seqs
         live = workload.samples > 0
-        if self.states is not None or self._resources.media is not None or not live.any():
+        if self.states is not None or workload.table.media is not None or not live.any():
             return None
         table, page_size = workload.table, self._context.pool.page_size
         kinds = workload.kinds(repeats_end=self.settings.repeat_span is not None)
@@ -179,12 +189,19 @@ class Loop:
         self.times.start()
         for observer in self._observers:
             observer.begin()
-        while not stop():
-            for observer in self._observers:
-                for request, error in observer.failed():
-                    yield from self._fail_request(request, error)
+
+        def news() -> tuple[bool, list[tuple[int, ErrorInfo]]]:
+            return stop(), [failed for observer in self._observers for failed in observer.failed()]
+
+        while True:
+            stopped, failed = self.peers.agree(news)
+            if stopped:
+                break
+            # Nothing is yielded before the step is issued: a caller may leave then, and other ranks wait for the step.
+            ready = [group for request, error in failed for group in self._fail_request(request, error)]
             plan = self._scheduler.step()
             if plan is None:
+                yield from ready
                 break
             for observer in self._observers:
                 self.times.add_compute(observer.before(plan))
@@ -196,6 +213,7 @@ class Loop:
             except Exception:
                 with suppress(Exception):  # a device in an error state cannot be read
                     read_last()
+                yield from ready
                 yield from self._retire_ended(ended)
                 raise
             deferred_gc.tick()
@@ -206,6 +224,7 @@ class Loop:
             self.state.in_flight = in_flight.pending
             self._scheduler.commit(ended.sequences, ended.dropped)
             self.state.steps += 1
+            yield from ready
             yield from self._retire_ended(ended)
             if self._runner.oom_splitter.retries:
                 yield from self._recover_from_oom(in_flight)

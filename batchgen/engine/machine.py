@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from batchgen.config.engine_config import EngineConfig
@@ -42,14 +44,20 @@ def gpu_limits(parameters: int) -> tuple[int, int]:
     return (2048, 16384) if parameters <= _SMALL else (1024, 8192)
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(number) for number in range(torch.cuda.device_count())] if named is None else named.split(",")
+
+
 def prepare_device(config: EngineConfig) -> None:
-    """Set the number of CPU threads; oversubscribed cores are very slow.
+    """Set the number of CPU threads; oversubscribed cores are very slow. Ranks share them.
 
     An engine without `cpu_threads` restores the number that the process had before an earlier engine changed it.
     """
     now = torch.get_num_threads()
     free = _THREADS_BEFORE.get(now, now)
-    threads = config.cpu_threads or min(free, cpu_quota() or free)
+    threads = max(1, (config.cpu_threads or min(free, cpu_quota() or free)) // config.tensor_parallel)
     if threads != now:
         torch.set_num_threads(threads)
     _THREADS_BEFORE.clear()  # a later change by the caller is kept

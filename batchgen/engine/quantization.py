@@ -16,6 +16,7 @@ from batchgen.errors import UsageError
 from batchgen.kernels.layouts import int8_is_faster, int8_refusal
 from batchgen.kernels.measure import ProductStep, WeightSize, device_timer, grouped_weights_pay
 from batchgen.kernels.quantization import FP8, INT4, INT8
+from batchgen.kernels.vocab_parallel import WORD
 from batchgen.models.base import Form, Model, ModelInput, ModelSpec, Numbers
 from batchgen.models.check import CheckedModel
 from batchgen.models.library.probe import ProbeAttention
@@ -177,4 +178,4 @@ def quantize_in_place(model: NativeModel, texts: Sequence[Sequence[int]]) -> Qua
 def _log_probs(model: NativeModel, ids: Tensor) -> Tensor:
     """[T] -> [T, V] float32."""
     states, spec = model.hidden(ModelInput(ids, torch.arange(len(ids)), ProbeAttention())), model.spec
-    return spec.ranks.whole(model.logits(states).float(), spec.vocab_size, 32).log_softmax(-1)
+    return spec.ranks.whole(model.logits(states).float(), spec.vocab_size, WORD).log_softmax(-1)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from batchgen.engine.loop import Loop
 from batchgen.engine.media.job import JobMedia
+from batchgen.engine.parallel.peers import Alone
 from batchgen.engine.workload import JobWorkload
 from batchgen.kernels.grouped import GroupedPool
 from batchgen.plan.cache_groups import bytes_by_kind
@@ -36,6 +37,7 @@ class Running:
 
     def alone(self, row: int) -> Running:
         """The run of one row that this job has held, in the same pool, when this job has run."""
+        self.loop.peers.tell(Alone(row))
         workload, record = self.workload.alone(row), self.loop.settings.record
         if record is not None:
             record.run_alone(row)

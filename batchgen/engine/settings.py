@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from batchgen.engine.media.job import JobMedia
 from batchgen.engine.memory.d2h_queue import QUEUE_BYTES
 from batchgen.engine.observer import StepObserver
+from batchgen.engine.parallel.peers import NO_PEERS, Peers
 from batchgen.engine.sampling.logits_processor import RepetitionScope
 from batchgen.engine.step.logprobs import LogprobsMode
 from batchgen.errors import ErrorInfo
@@ -54,7 +55,9 @@ class EngineResources:
     towers: MediaEncoder | None = None
     """What reads the job's images and sounds; None: no row has any"""
     media: JobMedia | None = None
-    """The job's images and sounds; None: no row has any"""
+    """The job's images and sounds; None: no row has any, or rank 0 reads them"""
+    peers: Peers = NO_PEERS
+    """The engines of other ranks"""
 
 
 @dataclass(frozen=True, slots=True)

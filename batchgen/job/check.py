@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from batchgen.job.display.figures import print_figures
 from batchgen.job.display.media_figures import media_size
 from batchgen.job.display.progress import Progress, ProgressState
 from batchgen.job.display.reasons import Reasons
-from batchgen.job.estimate import OutputEstimate, estimate_memory, estimate_output
+from batchgen.job.estimate import OutputEstimate, estimate_memory, estimate_output, rank_needs
 from batchgen.job.preflight import CheckedJob, wait_for_hashes
 from batchgen.job.rows.fingerprint import JobIdentity, identify_job
 from batchgen.job.rows.ingest import Ingested, ingest
@@ -101,6 +101,8 @@ class CheckReport:
     """Peak of the run's resident memory; None on a GPU."""
     tower_bytes: int
     """Bytes of the weights that read images and sounds, which are loaded if a row has any."""
+    ranks: list[dict[str, int]]
+    """`weights`, `kv_token`, `kv_peak` and `step` bytes of each process of --tensor-parallel; empty for one."""
     estimated_steps: int
     """Number of steps if every row runs to its limit and pages are unlimited; so, too, the next three figures."""
     estimated_occupancy: float
@@ -242,6 +244,8 @@ def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, Out
         counts, steps, peaks = _plan(setup, workload)
         output, towers = estimate_output(rows, setup), setup.tower_bytes(table)
         memory = estimate_memory(setup, workload, sum(peaks.values()), towers)
+        several = setup.spec.ranks.count > 1
+        needs = rank_needs(job.model, setup, workload, sum(peaks.values())) if several else []
     phases = {"starting": started - began, "reading": read - started, "planning": time.monotonic() - read}
     report = CheckReport(
         rows=rows.rows,
@@ -268,6 +272,7 @@ def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, Out
         page_waste=round(counts.page_waste, 4),
         estimated_peak_bytes=memory,
         tower_bytes=towers,
+        ranks=[asdict(each) for each in needs],
         estimated_steps=steps.steps,
         estimated_occupancy=round(steps.occupancy, 4),
         estimated_tail_steps=steps.tail_steps,
@@ -403,6 +408,8 @@ def _lines(report: CheckReport) -> list[tuple[str, Text]]:
         f"{format_kv_peak(report.kv_peak_bytes_by_group)} at the peak "
         f"({format_size(report.model['kv_bytes_per_token'])} a token, page waste {report.page_waste:.1%})",
     )
+    if report.ranks:
+        add("processes", _rank_line(report.ranks))
     if peak is not None:
         add("memory", f"about {format_size(peak)} at the peak, program included")
     add(
@@ -419,6 +426,23 @@ def _lines(report: CheckReport) -> list[tuple[str, Text]]:
         total = sum(report.grammar_backends.values())
         add("constraints", f"{total:,} compiled ({by_count(report.grammar_backends)})")
     return lines
+
+
+def _rank_line(ranks: Sequence[Mapping[str, int]]) -> str:
+    """What the processes of --tensor-parallel need, and what the GPUs of this machine have."""
+    weights = [format_size(size) for size in sorted({rank["weights"] for rank in ranks})]
+    each = weights[0] if len(weights) == 1 else f"{weights[0]} to {weights[-1]}"
+    most = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+    least, whole = most["weights"] + most["step"], most["weights"] + most["step"] + most["kv_peak"]
+    line = (
+        f"{len(ranks)}, each with {each} of weights, up to {format_size(most['kv_peak'])} of keys and values and "
+        f"{format_size(most['step'])} for a step: at least {format_size(least)} of memory, {format_size(whole)} for "
+        "all rows at once"
+    )
+    if torch.cuda.is_available():
+        has = device_memory(torch.device("cuda")).total
+        line += f"; a GPU here has {format_size(has)}" + (", which is too little" if has < least else "")
+    return line
 
 
 def _cause(cause: Mapping[str, Any]) -> str:

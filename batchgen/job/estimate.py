@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,9 @@ from batchgen.errors import UsageError
 from batchgen.job.rows.ingest import Ingested
 from batchgen.job.setup import Setup
 from batchgen.kernels.linear import repacks, shares_rows
+from batchgen.kernels.ranks import Ranks
+from batchgen.models.check import CheckedModel
+from batchgen.models.load import checked_spec, of_rank
 from batchgen.plan.tree import blocks
 from batchgen.request.fields.params import SamplingParams
 from batchgen.request.printable import format_size
@@ -117,6 +121,47 @@ def estimate_memory(setup: Setup, workload: JobWorkload, kv_bytes: int, tower_by
     program = int(psutil.Process().memory_info().rss)
     media = tower_bytes + most_media_bytes(workload.table, spec.features_size)
     return program + weights + max(loading, kv_bytes + step + media)
+
+
+@dataclass(frozen=True, slots=True)
+class RankNeeds:
+    """Bytes that one process of `--tensor-parallel` needs on its device."""
+
+    weights: int
+    kv_token: int
+    """Keys and values of one token, in all layers."""
+    kv_peak: int
+    """Keys and values at the job's peak."""
+    step: int
+    """The largest step."""
+
+
+def rank_needs(model: CheckedModel, setup: Setup, workload: JobWorkload, kv_peak: int) -> list[RankNeeds]:
+    """What each process of a job needs.
+
+    Args:
+        model: the whole model.
+        setup: of the job, as rank 0 has it.
+        workload: the job's.
+        kv_peak: rank 0's peak of keys and values.
+    """
+    needs: list[RankNeeds] = []
+    engine, first = setup.config.engine, setup.spec
+    limits = step_limits(engine, first)
+    for rank in range(first.ranks.count):
+        ranks = Ranks(rank, first.ranks.count)
+        part = of_rank(model, ranks)
+        device: Any = first.device.type
+        spec = checked_spec(
+            part, dtype=engine.dtype, device=device, elsewhere=True, kv_dtype=engine.kv_dtype, ranks=ranks
+        )
+        own = replace(setup, model=part, spec=replace(spec, numbers=first.numbers))
+        step = 0
+        if workload.samples.any():
+            step = expected_bytes(own.spec, dummy_run(workload, own.spec, engine.page_size, *limits))
+        kept = kv_peak * spec.kv_bytes_per_token // max(1, first.kv_bytes_per_token)
+        needs.append(RankNeeds(own.weight_bytes, spec.kv_bytes_per_token, kept, step))
+    return needs
 
 
 @dataclass(frozen=True, slots=True)

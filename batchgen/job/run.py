@@ -24,8 +24,8 @@ from batchgen.data.store.work_folder import WorkFolder, output_paths
 from batchgen.data.store.work_parts import PartsCopy, has_results, parts_copy
 from batchgen.engine.advice import output_advice
 from batchgen.engine.engine import Engine
-from batchgen.engine.gc_control import DeferredGC
 from batchgen.engine.loop import LoopState
+from batchgen.engine.memory.gc_control import DeferredGC
 from batchgen.engine.outputs.streaming import Emit
 from batchgen.engine.running import Running
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError

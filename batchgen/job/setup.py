@@ -24,16 +24,18 @@ from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.machine import prepare_device
 from batchgen.engine.media.job import plan_media
 from batchgen.engine.memory.kv_budget import allowed_pages
+from batchgen.engine.parallel.peers import peers_of, ranks_of
 from batchgen.engine.quantization import choose_numbers
 from batchgen.job.preflight import DEMO, CheckedJob, carry_of
 from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.kernels.cpu.library import load_library
+from batchgen.kernels.ranks import Ranks
 from batchgen.models.base import ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.checkpoint.file_hashes import FileHashes
 from batchgen.models.checkpoint.model_files import TOKENIZER_FILES, resolve_model
 from batchgen.models.checkpoint.quantized_formats import PlainTensors
-from batchgen.models.load import DeviceName, checked_spec, load_checked
+from batchgen.models.load import DeviceName, checked_spec, load_checked, of_rank
 from batchgen.models.media.encoder import tower_bytes
 from batchgen.models.media.processor import processor_digest
 from batchgen.models.native.own_integers import stored_sizes
@@ -77,7 +79,8 @@ class Setup:
             ModelError: they cannot be loaded, or a file changed meanwhile, so that its digest is of other weights.
             UsageError: the model cannot be computed as the options ask.
         """
-        made = Engine.from_front_end(load_checked(self.model, self.spec), self.front_end)
+        peers = peers_of(self.config.engine, self.spec)
+        made = Engine.from_front_end(load_checked(self.model, self.spec), self.front_end, peers)
         self.hashes.check_unchanged()  # int8 reads integers of the checkpoint, too
         if is_wanted():
             made.warm_up()
@@ -218,7 +221,9 @@ def prepare(
     if config.shard is not None:
         _note_other_counts(followed(config.output), config.shard.count, note)
     prepare_device(engine)
-    spec = _spec(engine, job.model, note, compiling, allow_missing_gpu)
+    ranks = ranks_of(engine)
+    model = of_rank(job.model, ranks)
+    spec = _spec(engine, model, ranks, note, compiling, allow_missing_gpu)
     source = resolve_model(engine.tokenizer, files=TOKENIZER_FILES) if engine.tokenizer is not None else folder.path
     tokenizer = Tokenizer.load(source, model=folder.path, config=folder.config)
     front_end = FrontEnd.build(
@@ -241,7 +246,7 @@ def prepare(
     columns = config.named_columns
     if config.prompt_template is not None:
         columns = columns._replace(template=PromptTemplate(config.prompt_template))
-    setup = Setup(config, job.model, spec, front_end, defaults, job.hashes, columns)
+    setup = Setup(config, model, spec, front_end, defaults, job.hashes, columns)
     if folder.note is not None:
         note(folder.note)
     if folder.plain is not None:
@@ -252,6 +257,7 @@ def prepare(
 def _spec(
     engine: EngineConfig,
     model: CheckedModel,
+    ranks: Ranks,
     note: Callable[[str], None],
     compiling: Callable[[], AbstractContextManager[None]] | None,
     allow_missing_gpu: bool,
@@ -259,7 +265,9 @@ def _spec(
     """The model's sizes and its numbers on the device; what this machine cannot run is refused before rows are read."""
     absent = allow_missing_gpu and _wants_gpu(engine) and not torch.cuda.is_available()
     device: DeviceName = "cuda" if absent else engine.device
-    spec = checked_spec(model, dtype=engine.dtype, device=device, elsewhere=absent, kv_dtype=engine.kv_dtype)
+    spec = checked_spec(
+        model, dtype=engine.dtype, device=device, elsewhere=absent, kv_dtype=engine.kv_dtype, ranks=ranks
+    )
     if absent:
         refuse_anywhere(engine)
         refuse_kv_dtype(engine, spec)

@@ -5,6 +5,7 @@ Logits may be of any floating-point dtype; results are float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,33 @@ class GatheredLogprobs:
     """[R, k] int64, most likely first, ties by lowest id"""
     top: Tensor
     """[R, k] float32, logprobs of `top_ids`"""
+
+
+def vocab_size(logits: Tensor) -> int:
+    """Number of tokens of the vocabulary of logits [R, V], V."""
+    return logits.shape[1]
+
+
+def logits_at(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    """`logits[rows, ids]` of [R, V]; the indexes are int64 of shapes that broadcast."""
+    return logits[rows, ids]
+
+
+def set_logits(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Set `logits[rows[i], ids[i]]` of [R, V] to `values[i]` [m], in place; equal pairs have equal values."""
+    logits.index_put_((rows, ids), values)
+
+
+def replace_rows(logits: Tensor, rows: Tensor, function: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+    """Replace the distinct `rows` [r] of [R, V] by what a function makes of a copy [r, V] of them, in place.
+
+    Returns the largest logit of each new row, [r]; None if the function returned None, so that the rows stay.
+    """
+    result = function(logits[rows])
+    if result is None:
+        return None
+    logits.index_copy_(0, rows, result)
+    return result.amax(dim=-1)
 
 
 def log_normalizers(logits: Tensor) -> Tensor:

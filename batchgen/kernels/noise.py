@@ -25,7 +25,7 @@ SECOND = 0x94D049BB133111EB
 """With `GAMMA` and `FIRST`, the numbers of SplitMix64."""
 _LARGEST_UNIFORM = 1.0 - 2.0**-24
 _CHUNK = 1 << 18
-"""Values drawn at once: their integers (2 x 2 MiB) stay in the cache."""
+"""Values drawn at once: their integers (2 x 2 MiB) stay in the cache of a CPU."""
 
 
 def _signed(value: int) -> int:
@@ -66,7 +66,7 @@ def gumbel_at(keys: Tensor, token_ids: Tensor) -> Tensor:
     """The same noise for candidates only: [R, M] float32 for `token_ids` [R or 1, M] int64 under `keys` [R] int64."""
     rows, width = keys.shape[0], token_ids.shape[1]
     noise = torch.empty(rows, width, dtype=torch.float32, device=keys.device)
-    step = max(1, _CHUNK // max(1, width))
+    step = max(1, (_CHUNK if keys.device.type == "cpu" else 64 * _CHUNK) // max(1, width))
     for begin in range(0, rows, step):
         chunk = slice(begin, begin + step)
         ids = token_ids if token_ids.shape[0] == 1 else token_ids[chunk]

@@ -100,6 +100,14 @@ class Ops:
     """Count one more token for each of some sequences, in place; see `counts.count_tokens`."""
     penalise: Callable[[Tensor, Tensor, Tensor, CountLists, Penalties, int], None] = counts.penalise
     """Apply repetition, frequency and presence penalties to the counted tokens, in place; see `counts.penalise`."""
+    vocab_size: Callable[[Tensor], int] = logprobs.vocab_size
+    """Number of tokens of the vocabulary of logits; see `logprobs.vocab_size`."""
+    logits_at: Callable[[Tensor, Tensor, Tensor], Tensor] = logprobs.logits_at
+    """Logits by row and token; see `logprobs.logits_at`."""
+    set_logits: Callable[[Tensor, Tensor, Tensor, Tensor], None] = logprobs.set_logits
+    """Set logits by row and token, in place; see `logprobs.set_logits`."""
+    replace_rows: Callable[[Tensor, Tensor, Callable[[Tensor], Tensor | None]], Tensor | None] = logprobs.replace_rows
+    """Replace some rows of logits by a function of them, in place; see `logprobs.replace_rows`."""
     add_bias: Callable[[Tensor, Tensor, Tensor, Tensor], None] = shaping.add_bias
     """Add biases by row and token, in place; see `shaping.add_bias`."""
     keep_only: Callable[[Tensor, Tensor, Tensor, Tensor], None] = shaping.keep_only

@@ -13,19 +13,17 @@ from torch import Tensor
 
 
 class Ranks:
-    """One rank's place among `count`, and the exchange with the others; a rank alone exchanges nothing.
+    """One rank's place among `count`; a subclass exchanges with the others. A rank alone exchanges nothing.
 
     Args:
         rank: from 0.
         count: of all ranks.
-        group: of torch.distributed, over which they exchange tensors; None if there is one rank.
     """
 
-    def __init__(self, rank: int = 0, count: int = 1, group: Any = None) -> None:
+    def __init__(self, rank: int = 0, count: int = 1) -> None:
         self.rank, self.count = rank, count
         self.in_order = False
         """Whether sums are added in the order of the ranks, so that they depend on no size."""
-        self._group = group
 
     def part(self, total: int, unit: int = 1) -> slice:
         """Its share of `total` numbers in whole units, of which only the last one may be shorter.
@@ -85,12 +83,10 @@ class Ranks:
 
     def _reduce(self, x: Tensor, how: Any) -> None:
         """Replace `x` on every rank by the sum or the largest."""
-        dist.all_reduce(x, how, self._group)
+        raise NotImplementedError("a rank of several exchanges through a subclass")
 
     def _gather(self, x: Tensor) -> Tensor:
-        out = x.new_empty(self.count, *x.shape)
-        dist.all_gather_into_tensor(out.view(-1), x.view(-1), self._group)
-        return out
+        raise NotImplementedError("a rank of several exchanges through a subclass")
 
 
 ALONE: Final = Ranks()

@@ -116,6 +116,13 @@ class SamplingColumns:
         """Whether all rows are greedy, so that no keys are needed."""
         return not self.draws
 
+    @property
+    def filters(self) -> tuple[int | None, bool, bool]:
+        """Largest top_k if all drawn rows have one, 0 if none has, else None; whether any has top_p, and min_p."""
+        ks = [rows.top_k for rows in self.draws]
+        most = None if any(ks) and not all(ks) else max(ks, default=0)
+        return most, any(rows.has_top_p for rows in self.draws), any(rows.has_min_p for rows in self.draws)
+
     def with_keys(self, keys: Tensor) -> SamplingColumns:
         """The same columns with the noise keys [R] int64 of a step."""
         return replace(self, keys=keys.contiguous())
@@ -189,7 +196,7 @@ def _draw(logits: Tensor, rows: _Rows, columns: SamplingColumns, keys: Tensor, r
         if rows.top_k:
             k = top_k[at].clamp(max=vocab)
             candidates = largest(part, min(rows.top_k, vocab))
-            parts.append(_draw_candidates(*candidates, temperature[at], k, top_p[at], min_p[at], keys[at]))
+            parts.append(draw_candidates(*candidates, temperature[at], k, top_p[at], min_p[at], keys[at]))
         else:
             parts.append(
                 _draw_whole(
@@ -208,7 +215,7 @@ def _scaled(logits: Tensor, largest_logit: Tensor, temperature: Tensor) -> Tenso
     return (logits - largest_logit).div_(temperature[:, None])
 
 
-def _draw_candidates(
+def draw_candidates(
     values: Tensor, ids: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
 ) -> Tensor:
     """Sample among candidates [r, M], which are in order and include every survivor of top_k."""

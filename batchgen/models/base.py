@@ -15,6 +15,7 @@ from batchgen.kernels.mixers.states import States, StateSize
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.ranks import ALONE, Ranks
 from batchgen.kernels.types import Attention, LayerKV
+from batchgen.kernels.vocab_parallel import WORD
 from batchgen.models.lora.config import Adapter
 from batchgen.request.fields.hidden_states import CaptureSupport
 
@@ -113,7 +114,7 @@ class ModelSpec:
     @property
     def vocab(self) -> slice:
         """The tokens whose logits this rank computes: a part of the vocabulary, in whole words of bitmasks."""
-        return self.ranks.part(self.vocab_size, 32)
+        return self.ranks.part(self.vocab_size, WORD)
 
     @property
     def kv_dtype(self) -> torch.dtype:

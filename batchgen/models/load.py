@@ -102,8 +102,10 @@ def checked_spec(
         if is_encoder(checked.folder.config):
             from batchgen.models.embed.encoder import encoder_spec  # as in load_checked
 
+            if ranks.count > 1:
+                raise ModelError(f"An embedding model is not split: {checked.folder.path}. Use --tensor-parallel 1.")
             return encoder_spec(library_config, kind, where, context)
-        spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
+        spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters, ranks)
         return replace(spec, cache_dtype=_CACHE_DTYPES[kv_dtype])
 
 

@@ -34,8 +34,6 @@ def test_every_option_is_complete(tmp_path: Path) -> None:
     for option in OPTIONS:
         assert option.group in GROUPS
         assert re.fullmatch("[a-z]+(_[a-z]+)*", option.name)
-        if not option.supported:
-            continue
         for line in option.help.split("\n"):
             assert re.search(r"Example: -", line), f"the help text of {option.flag} has no example"
         assert option.choice_flags is False or len(option.help.split("\n")) == len(option.choices)
@@ -310,13 +308,6 @@ def test_wrong_values(flags: dict[str, Any], problem: str, tmp_path: Path) -> No
     """The message begins with the first of the flags."""
     flag = BY_NAME[next(iter(flags))].flag
     assert error_message(tmp_path, flags) == f"`{flag}`{'' if problem.startswith(':') else ' '}{problem}"
-
-
-def test_unsupported_options_are_refused_by_name_unless_they_have_their_default(tmp_path: Path) -> None:
-    assert [option.name for option in OPTIONS if not option.supported] == ["tensor_parallel"]
-    message = "`--tensor-parallel` is not supported yet; leave it out"
-    assert error_message(tmp_path, {"tensor_parallel": "2"}) == message
-    assert resolve(tmp_path, {"tensor_parallel": "1"}) == resolve(tmp_path)
 
 
 # Constraints: at most one, given as text or as a file

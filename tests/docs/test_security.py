@@ -38,7 +38,7 @@ ALLOWED = {
     "runpy.run_module": set(),
     "ctypes.CDLL": {
         "kernels/cpu/library.py",
-        "engine/gc_control.py",
+        "engine/memory/gc_control.py",
         "media/sounds.py",
     },  # compiled here; the process itself
     "torch.load": {"models/checkpoint/pickled_weights.py"},  # with --allow-pickle-weights, by the restricted reader

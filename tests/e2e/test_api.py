@@ -162,7 +162,7 @@ def test_wrong_arguments_of_generate_name_the_right_one(engine: Engine, argument
         ({"shard": "0/2"}, "its arguments are model, revision, "),
         (
             {"tensor_parallel_size": 2},
-            "`tensor_parallel_size` is not an argument of Engine; a model runs on one device",
+            "`tensor_parallel_size` is not an argument of Engine; did you mean `tensor_parallel`?",
         ),
         ({"trust_remote_code": True}, "code of a model folder is never run; leave it out"),
         ({"torch_dtype": "float32"}, "did you mean `dtype`?"),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from batchgen.engine.gc_control import DeferredGC
+from batchgen.engine.memory.gc_control import DeferredGC
 
 
 class Ring:

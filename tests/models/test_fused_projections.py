@@ -12,7 +12,7 @@ from torch import nn
 
 from batchgen.kernels.layouts import choose_layout
 from batchgen.kernels.linear import Linear
-from batchgen.models.library.fused_projections import stack_projections
+from batchgen.models.library.layers.fused_projections import stack_projections
 from tests.models.packed import packed_logits, random_sequences
 from tests.models.tiny import save_tiny
 
@@ -156,7 +156,7 @@ def test_a_layer_is_freed_before_the_next_one_is_stacked(monkeypatch: pytest.Mon
         alive.append(first() is not None)
         return Linear(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("batchgen.models.library.fused_projections.Linear", seen)
+    monkeypatch.setattr("batchgen.models.library.layers.fused_projections.Linear", seen)
     stack_projections(model)
     assert alive[0]
     assert not alive[-1]

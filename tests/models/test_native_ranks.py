@@ -64,6 +64,20 @@ def test_logits(name: str, count: int, tmp_path: Path) -> None:
     assert all(model.spec.kv_bytes_per_token <= whole.kv_bytes_per_token for model in models)
 
 
+def test_a_rank_reads_no_other_weights(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path, hidden_size=256, intermediate_size=1024, num_hidden_layers=2)
+    load_model(folder, dtype="float32", device="cpu")  # files of modules are read at the first use
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])  # rchar
+
+    for rank in range(4):
+        before = bytes_read()
+        spec = load_model(folder, dtype="float32", device="cpu", ranks=Ranks(rank, 4)).spec
+        weights = spec.parameters * 4
+        assert weights <= bytes_read() - before < weights + (1 << 17)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_adapters(count: int, tmp_path: Path) -> None:
     base = save_tiny("llama", tmp_path / "base", attention_bias=True)

@@ -237,12 +237,14 @@ class PromptLogprobs:
         normalizers = gathered.normalizers + nan_mask
         tensors = [
             gathered.targets + nan_mask,
-            logits[child_rows, child_tokens].float() - normalizers[child_rows],
+            self._ops.logits_at(logits, child_rows, child_tokens).float() - normalizers[child_rows],
             gathered.top_ids.to(torch.int32),
             gathered.top + nan_mask[:, None],
         ]
+        rows = torch.arange(len(logits), device=logits.device)[:, None]
         for (row_range, _), ids in zip(chunk.id_ranges, id_ranges, strict=True):
-            tensors.append(logits[row_range][:, ids].float() - normalizers[row_range, None])
+            named = self._ops.logits_at(logits, rows[row_range], ids).float()
+            tensors.append(named - normalizers[row_range, None])
         return tensors
 
     def _store(self, chunk: _LogitsChunk, arrays: list[Array]) -> None:

@@ -207,7 +207,7 @@ class JobMedia(StepObserver):
 def device_feature_bytes(table: RequestTable, spec: ModelSpec, device: Device) -> int:
     """Most bytes of features that a job has in the memory of a device other than the host."""
     items = table.media
-    if items is None or not device.asynchronous:
+    if items is None or not device.asynchronous or spec.ranks.count > 1:  # other ranks are given those of the host
         return 0
     features = sum(items[number].features for number in range(len(items)))
     return min(features * spec.features_size * spec.dtype.itemsize, DEVICE_FEATURE_BYTES)
@@ -237,7 +237,7 @@ def open_media(
         positions, following = encoder.positions(torch.from_numpy(ids), layouts)
         return positions.numpy(), following
 
-    step = StepMedia(table, feed, workload.spans, spec.rope_axes, find)
+    step = StepMedia(table, feed, spec.rope_axes, find)
     return JobMedia(workload, uses, samples, feed, step)
 
 

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from batchgen.engine.media.feed import MediaFeed
 from batchgen.kernels.device import Device
-from batchgen.kernels.types import AttentionBatch
 from batchgen.models.base import TokenEmbeds
-from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import PrefillChunk
 from batchgen.request.fields.media_items import MediaItems
 from batchgen.request.table.request_table import RequestTable
@@ -74,18 +72,14 @@ class StepMedia:
     """Lays out the images and sounds of a job's prompts, step by step.
 
     Args:
-        spans: positions that see one another; None: features are causal like other tokens.
         axes: A, axes of rotary positions; 0: positions are plain numbers.
     """
 
-    def __init__(
-        self, table: RequestTable, features: MediaFeed, spans: Spans | None, axes: int, find_positions: FindPositions
-    ) -> None:
+    def __init__(self, table: RequestTable, features: MediaFeed, axes: int, find_positions: FindPositions) -> None:
         assert table.media is not None
         self._table = table
         self._items: MediaItems = table.media
         self._features = features
-        self._spans = spans
         self._find = find_positions
         self._known: OrderedDict[int, Int64] = OrderedDict()
         """Request -> [A, P] positions of its prompt"""
@@ -116,19 +110,6 @@ class StepMedia:
                 # The model's table of embeddings may not hold the placeholder.
                 own[here] = self._items[number].token_id if self._items[number].token_id < first_id else 0
             at += len(part)
-
-    def add_spans(self, chunks: Sequence[PrefillChunk], attention: Sequence[AttentionBatch]) -> None:
-        """Give a step's attention in each cache group the flat tokens of its chunks that see one another."""
-        if self._spans is None:
-            return
-        at, spans = 0, []
-        for chunk in chunks:
-            shift = at - chunk.start
-            within = self._spans.within(chunk.request, chunk.start, chunk.end)
-            spans += [(start + shift, end + shift) for start, end in within]
-            at += chunk.end - chunk.start
-        for batch in attention:
-            batch.spans, batch.spans_exceed_window = spans, self._spans.exceed_window
 
     def rope_positions(self, chunks: Sequence[PrefillChunk], positions: Int64, decoding: Int64) -> Int64 | None:
         """[A, T] rotary positions of a step's tokens; None: they are plain numbers.

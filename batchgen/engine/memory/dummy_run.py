@@ -212,16 +212,17 @@ def estimated_bytes(spec: ModelSpec, job: DummyRun) -> int:
     """
     params = job.workload.table.params[-1]
     kept = edits_logits(params) or params.needs_logprobs
-    row = spec.dtype.itemsize + 4 + (4 if kept else 0) + (0 if params.greedy else 32)
+    row = spec.dtype.itemsize + 4 + (4 if kept else 0) + (0 if params.greedy else 32 if spec.ranks.count == 1 else 64)
     has_texts = bool((job.workload.table.score_start >= 0).any())
     blocks = 4 if has_texts or params.logprob_start_len >= 0 else 0
-    return _activation_bytes(spec, job) + job.rows * spec.vocab_size * row + blocks * _LOGITS_BYTES + _ATTENTION_BYTES
+    logits = job.rows * spec.vocab_size // spec.ranks.count
+    return _activation_bytes(spec, job) + logits * row + blocks * _LOGITS_BYTES + _ATTENTION_BYTES
 
 
 def expected_bytes(spec: ModelSpec, job: DummyRun) -> int:
     """As `estimated_bytes`, with the compiled kernels: they sort no logits and gather no scores, keys or values."""
     row = 4 + (spec.dtype.itemsize if spec.dtype != torch.float32 else 0)
-    return _activation_bytes(spec, job) + job.rows * spec.vocab_size * row
+    return _activation_bytes(spec, job) + job.rows * spec.vocab_size // spec.ranks.count * row
 
 
 def _activation_bytes(spec: ModelSpec, job: DummyRun) -> int:

@@ -57,8 +57,11 @@ class ProcessorView(ProcessorRow):
         return read_json(text) if text is not None else {}
 
 
+_Views = Sequence[ProcessorView]
+
+
 def run_processor(
-    device: Device, function: LogitProcessor, name: str, logits: Tensor, index: list[int], rows: Sequence[ProcessorView]
+    device: Device, ops: Ops, function: LogitProcessor, name: str, logits: Tensor, index: list[int], rows: _Views
 ) -> dict[int, ErrorInfo]:
     """Apply a custom logit processor to the rows `index` of a step's logits, in place; failed rows stay unchanged.
 
@@ -68,16 +71,22 @@ def run_processor(
     `index`: [r] rows that name the processor; `rows`: [r] their views. Returns errors, by row of the step.
     """
     (at,) = device.upload(np.array(index, np.int64))
-    result, problem = _call_processor(function, logits[at], rows)
-    if result is None and len(index) == 1:
+    problem = ""
+
+    def call(logits: Tensor) -> Tensor | None:
+        nonlocal problem
+        result, problem = _call_processor(function, logits, rows)
+        return result
+
+    tops = ops.replace_rows(logits, at, call)
+    if tops is None and len(index) == 1:
         return {index[0]: _processor_error(name, problem)}
-    if result is None:
+    if tops is None:
         errors: dict[int, ErrorInfo] = {}
         for row, view in zip(index, rows, strict=True):
-            errors |= run_processor(device, function, name, logits, [row], [view])
+            errors |= run_processor(device, ops, function, name, logits, [row], [view])
         return errors
-    logits.index_copy_(0, at, result)
-    (largest,) = device.download(result.amax(dim=-1)).wait()
+    (largest,) = device.download(tops).wait()
     bad = {index[i]: value for i, value in enumerate(largest.tolist()) if not -torch.inf < value < torch.inf}
     return {
         row: _processor_error(name, "it masked every token" if value < 0 else f"it gave {value} among the logits")
@@ -85,9 +94,7 @@ def run_processor(
     }
 
 
-def _call_processor(
-    function: LogitProcessor, logits: Tensor, rows: Sequence[ProcessorView]
-) -> tuple[Tensor | None, str]:
+def _call_processor(function: LogitProcessor, logits: Tensor, rows: _Views) -> tuple[Tensor | None, str]:
     """The processed logits, or None and an error message; `logits` is a copy that the processor may change."""
     shape, device = logits.shape, logits.device
     try:
@@ -291,8 +298,9 @@ class LogitsProcessor:
         for name, rows in self._processor_rows.items():
             shown = [(i, row) for i, row in rows if i not in failed]
             if shown:
+                named = self._processors[name].function, name
                 index, views = [i for i, _ in shown], [row for _, row in shown]
-                errors |= run_processor(self._device, self._processors[name].function, name, logits, index, views)
+                errors |= run_processor(self._device, self._ops, *named, logits, index, views)
         return errors
 
     def _mask(self, logits: Tensor) -> None:

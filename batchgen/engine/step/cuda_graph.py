@@ -359,6 +359,7 @@ class _SharedBuffers:
         self.states = context.pool.states
         self.model = context.model
         self.ops = context.backend.ops
+        self.draws = () if context.sampling is None else context.sampling.draws
         self.device = context.device
         with torch.inference_mode():
             self.last = torch.zeros(_MAX_FED_TOKENS, dtype=torch.int64, device=self.device.torch_device)
@@ -408,7 +409,7 @@ class _GraphStep:
         if variant.adapted:
             self._tiles = static_tiles(self._int_columns[tiles_at:], padded, len(shared.model.spec.adapters))
         self._top_logprobs, self._captured = variant.top_logprobs, variant.captured
-        self._columns = _StaticColumns(padded, device) if variant.samples else None
+        self._columns = _StaticColumns(padded, device, shared) if variant.samples else None
         self._all_rows = torch.arange(padded, device=device) if variant.captured is not None else None
         self._logits: Tensor | None = None
         self._out: dict[str, Tensor] = {}
@@ -491,8 +492,9 @@ class _GraphStep:
 class _StaticColumns:
     """Sampling parameters at fixed addresses. Padding rows are greedy."""
 
-    def __init__(self, padded: int, device: torch.device) -> None:
+    def __init__(self, padded: int, device: torch.device, shared: _SharedBuffers) -> None:
         self._loaded: PlainColumns | None = None
+        self._draws = shared.draws
         floats = torch.zeros(3, max(4, padded), dtype=torch.float32, device=device)
         ints = torch.zeros(3, max(2, padded), dtype=torch.int64, device=device)
         self._temperature, self._top_p, self._min_p = floats[:, :padded]
@@ -520,4 +522,4 @@ class _StaticColumns:
         """The columns with noise keys; `num_sampled`: [padded] tokens sampled so far for each row."""
         keys = ops.row_keys(self._seeds, self._samples, num_sampled)
         filters = self._top_k, self._top_p, self._min_p
-        return SamplingColumns(self._temperature, *filters, keys, greedy_rows=None, draws=())
+        return SamplingColumns(self._temperature, *filters, keys, greedy_rows=None, draws=self._draws)

@@ -22,6 +22,7 @@ from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
 from batchgen.kernels.grouped import GroupedPool, grouped_attention
 from batchgen.kernels.pooled import AttentionCounts, in_turn
+from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.types import AttentionBatch, PagedAttention
 from batchgen.models.base import CaptureSpec, Model
 from batchgen.plan.step_plan import PageCopy, StepPlan
@@ -100,6 +101,8 @@ class ExecutorContext:
     prompts: PromptLogprobs
     states: HiddenStateCollector | None
     """None: no row returns hidden states or routed experts"""
+    sampling: SamplingColumns | None = None
+    """Of all rows of the job, if ranks share the logits"""
     attention: AttentionCounts = field(default_factory=AttentionCounts)
     """Attention work, summed over all steps"""
     times: StepTimes = field(default_factory=StepTimes)

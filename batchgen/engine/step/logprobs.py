@@ -233,13 +233,15 @@ class LogprobsGatherer:
         sampled = tokens[self._index]
         if raw is None:
             return self._processed(logits, sampled)
-        values = logits[self._index, sampled].float()  # masks do not change the logits of sampled tokens
+        ops, normalizers = self._ops, raw.gathered.normalizers
+        logprobs = ops.logits_at(logits, self._index, sampled).float() - normalizers  # masks change no sampled token's
         if raw.raw_logits is not None:
-            values[self._changed] = raw.raw_logits.gather(-1, sampled[self._changed, None]).squeeze(-1).float()
-        return _tensors(values - raw.gathered.normalizers, raw.gathered)
+            at = self._changed
+            logprobs[at] = ops.token_logprobs(raw.raw_logits, sampled[at], normalizers[at])
+        return _tensors(logprobs, raw.gathered)
 
     def _processed(self, logits: Tensor, sampled: Tensor) -> list[Tensor]:
-        step = max(1, (_CHUNK if logits.device.type == "cpu" else _WIDE_CHUNK) // logits.shape[1])
+        step = max(1, (_CHUNK if logits.device.type == "cpu" else _WIDE_CHUNK) // self._ops.vocab_size(logits))
         parts, logprobs = [], []
         for begin in range(0, len(self._rows), step):
             part = slice(begin, begin + step)
@@ -260,12 +262,12 @@ class LogprobsGatherer:
 
     def _gather(self, scores: Tensor, part: slice) -> _GatheredLogprobs:
         """Logprobs of scores [w, V], without those of the sampled tokens."""
-        normalizers = self._ops.log_normalizers(scores)
-        return _GatheredLogprobs(
-            normalizers,
-            self._ops.top_logprobs(scores, self._top_k, normalizers) if self._top_k else None,
-            None if self._ids is None else scores.gather(-1, self._ids[part]).float() - normalizers[:, None],
-        )
+        normalizers, named = self._ops.log_normalizers(scores), None
+        if self._ids is not None:
+            rows = torch.arange(len(scores), device=scores.device)[:, None]
+            named = self._ops.logits_at(scores, rows, self._ids[part]).float() - normalizers[:, None]
+        top = self._ops.top_logprobs(scores, self._top_k, normalizers) if self._top_k else None
+        return _GatheredLogprobs(normalizers, top, named)
 
     def to_host(self, arrays: list[Array]) -> StepLogprobs:
         """The step's logprobs, from the arrays of `gather` on the host, or those of `plain_logprobs` of all rows."""

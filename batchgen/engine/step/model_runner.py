@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchgen.engine.media.job import JobMedia
 from batchgen.engine.memory.oom import OOMSplitter, Part, is_out_of_memory, out_of_memory
+from batchgen.engine.parallel.peers import NO_PEERS, Peers
 from batchgen.engine.step.cuda_graph import CudaGraphExecutor, GraphCounts
 from batchgen.engine.step.decode_table import DecodeTable
 from batchgen.engine.step.eager import EagerExecutor
@@ -61,8 +62,10 @@ class ModelRunner:
         sampler: Sampler,
         max_tokens: int,
         media: JobMedia | None = None,
+        peers: Peers = NO_PEERS,
     ) -> None:
-        """`max_tokens`: most tokens in a step; `media`: the job's images and sounds."""
+        """`max_tokens`: most tokens in a step; `media`: the job's images and sounds; `peers`: other ranks' engines."""
+        self._peers = peers
         self._media = None if media is None else media.step
         self._workload = workload
         self._context = context
@@ -141,7 +144,7 @@ class ModelRunner:
         spec, (last_rows, last) = self._context.model.spec, (None, None)
         if unread is not None:
             last_rows, last = unread.rows, unread.tokens
-        arrays = lay_out_step(plan, workload, running, self._decode_tables, last_rows, self._media, spec)
+        arrays = lay_out_step(plan, workload, running, self._decode_tables, last_rows, self._media, spec, self._peers)
         sampling = None if rows is None else self._sampler.metadata(rows)
         step = Step(plan, arrays, sampling, last, read_last, copies, wait=self.close)
         try:

@@ -127,10 +127,10 @@ class MaskedLogits:
     logits: Tensor
     """[m] original logits"""
 
-    def undo(self, logits: Tensor, empty: Tensor) -> None:
+    def undo(self, logits: Tensor, empty: Tensor, ops: Ops) -> None:
         """Restore the original logits in the rows of `logits` [R, V] where `empty` [R] is true, in place."""
-        masked = logits[self.rows, self.ids]
-        logits.index_put_((self.rows, self.ids), torch.where(empty[self.rows], self.logits, masked))
+        masked = ops.logits_at(logits, self.rows, self.ids)
+        ops.set_logits(logits, self.rows, self.ids, torch.where(empty[self.rows], self.logits, masked))
 
 
 class EarlyMask:
@@ -139,20 +139,21 @@ class EarlyMask:
     The device compares lengths with the number of tokens for which an id is masked.
     """
 
-    def __init__(self, masked: list[Sequence], rows: Tensor, ids: Tensor, until: Tensor) -> None:
+    def __init__(self, masked: list[Sequence], ops: Ops, rows: Tensor, ids: Tensor, until: Tensor) -> None:
         self._masked = masked
+        self._ops = ops
         self._rows = rows
         self._ids = ids
         self._until = until
 
     @staticmethod
-    def of(rows: list[tuple[int, Sequence]], device: Device) -> EarlyMask | None:
+    def of(rows: list[tuple[int, Sequence]], device: Device, ops: Ops) -> EarlyMask | None:
         """The mask of the rows whose next token has one; None if there are none. `rows`: numbers and sequences."""
         masked = [(place, row) for place, row in rows if row.masks_early]
         if not masked:
             return None
         pairs = [(place, token, until) for place, row in masked for token, until in row.masked_ids.items()]
-        return EarlyMask([row for _, row in masked], *device.upload(*np.array(pairs, np.int64).T.copy()))
+        return EarlyMask([row for _, row in masked], ops, *device.upload(*np.array(pairs, np.int64).T.copy()))
 
     def apply(self, logits: Tensor, positions: Tensor) -> MaskedLogits | None:
         """Mask the ids of rows whose next token has a mask in `logits` [R, V]; returns None once there are none.
@@ -163,9 +164,9 @@ class EarlyMask:
             self._masked = [row for row in self._masked if row.masks_early]
         if not self._masked:
             return None
-        original = MaskedLogits(self._rows, self._ids, logits[self._rows, self._ids])
+        original = MaskedLogits(self._rows, self._ids, self._ops.logits_at(logits, self._rows, self._ids))
         masked = original.logits.masked_fill(positions[self._rows] < self._until, -torch.inf)
-        logits.index_put_((self._rows, self._ids), masked)
+        self._ops.set_logits(logits, self._rows, self._ids, masked)
         return original
 
 
@@ -301,7 +302,7 @@ class SamplingMetadata:
             columns=PlainColumns(sampling, seeds, samples, None if gatherer is None else top_logprobs),
             logprobs_gatherer=gatherer,
             logits_processor=logits_processor,
-            early=EarlyMask.of(early, device) if early else None,
+            early=EarlyMask.of(early, device, ops) if early else None,
             grammars=GrammarMasks(grammars, device, ops) if grammars else None,
             masked=places if masked else None,
             masked_rows=masked,
@@ -345,7 +346,7 @@ class SamplingMetadata:
         sampling = self.columns.at(num_sampled, ops)
         if self.needs_host:
             read_last()
-        masks = None if self.grammars is None else self.grammars.fill(logits.shape[1])
+        masks = None if self.grammars is None else self.grammars.fill(ops.vocab_size(logits))
         errors: dict[int, ErrorInfo] = {}
         if self.logits_processor is not None:
             errors = self.logits_processor(logits, self._hidden_from_processors(self.logits_processor, bad))
@@ -362,7 +363,7 @@ class SamplingMetadata:
             empty = ops.drew_masked(logits, self.masked, tokens)
             # On an asynchronous device, sampling again is cheaper than waiting to learn whether a row is empty.
             if masked_logits is not None and (self._device.asynchronous or bool(empty.any())):
-                masked_logits.undo(logits, bad.new_zeros(bad.shape).index_copy_(0, self.masked, empty))
+                masked_logits.undo(logits, bad.new_zeros(bad.shape).index_copy_(0, self.masked, empty), ops)
                 sent[0] = tokens = ops.sample(logits, sampling).tokens
                 empty = ops.drew_masked(logits, self.masked, tokens)
             sent.append(empty)

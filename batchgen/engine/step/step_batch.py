@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.media.step import StepEmbeds, StepMedia
+from batchgen.engine.parallel.peers import NO_PEERS, Peers
 from batchgen.engine.step.decode_table import DecodeTable
 from batchgen.engine.step.input_batch import BatchView, InputBatch
 from batchgen.engine.workload import JobWorkload
@@ -22,6 +23,7 @@ from batchgen.kernels.lora import LoraStep, lora_step
 from batchgen.kernels.mixers.states import Run, RunBatch, chunk_batches, decode_batch
 from batchgen.kernels.types import AttentionBatch, ChunkPages
 from batchgen.models.base import ModelSpec, TokenEmbeds
+from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import PrefillChunk, StepPlan
 from batchgen.request.table.request_table import RequestTable
 
@@ -145,12 +147,13 @@ def lay_out_step(
     unread: BatchView | None,
     media: StepMedia | None,
     spec: ModelSpec,
+    peers: Peers = NO_PEERS,
 ) -> StepArrays:
     """Lay out a step: its prefill chunks in order, then its decode rows.
 
     `decodes`: the table of each cache group, which must see the decode rows of every step of the job, in order, and is
     cleared in a step without any; `unread`: [R'] rows of the last step if its tokens are still only on the device;
-    `spec`: of the model.
+    `spec`: of the model; `peers`: other ranks' engines, which rank 0 gives what it has read of images and embeddings.
     """
     total, table, adapter = plan.tokens, workload.table, workload.adapter
     ids = np.empty(total, np.int64)
@@ -169,13 +172,21 @@ def lay_out_step(
     groups = zip(decodes, plan.group_pages, strict=True)
     laid = [_lay_out_pages(plan, own, positions, rows, pages, spec.attention_chunk) for own, pages in groups]
     attention = [batch for batch, _ in laid]
+
+    def given() -> tuple[Int64, StepEmbeds, Int64 | None]:
+        embeds, rope_positions = StepEmbeds(), None
+        if table.embeds_id is not None:
+            _add_chunk_embeds(plan, table, embeds)
+        if media is not None:
+            media.embed(plan.prefills, ids, embeds)
+            rope_positions = media.rope_positions(plan.prefills, positions, running.request[rows])
+        return ids, embeds, rope_positions
+
     embeds, rope_positions = StepEmbeds(), None
-    if table.embeds_id is not None:
-        _add_chunk_embeds(plan, table, embeds)
-    if media is not None:
-        media.add_spans(plan.prefills, attention)
-        media.embed(plan.prefills, ids, embeds)
-        rope_positions = media.rope_positions(plan.prefills, positions, running.request[rows])
+    if table.embeds_id is not None or table.media is not None:
+        ids, embeds, rope_positions = peers.agree(given)
+        if workload.spans is not None:
+            add_spans(workload.spans, plan.prefills, attention)
     logit_rows, sample_rows = _unique_tokens(plan.samples.tokens)
     return StepArrays(
         ids=ids,
@@ -305,6 +316,17 @@ def _source_rows(sequence_ids: Int64, slots: Int64, unread: BatchView) -> Int64:
     # Another sequence may have used the slot in the last step.
     placed: Int64 = np.where((rows >= 0) & (unread.sequence_ids[rows] == sequence_ids), rows, -1)
     return placed
+
+
+def add_spans(spans: Spans, chunks: Sequence[PrefillChunk], attention: Sequence[AttentionBatch]) -> None:
+    """Give a step's attention in each cache group the flat tokens of its chunks that see one another."""
+    at, seen = 0, []
+    for chunk in chunks:
+        shift = at - chunk.start
+        seen += [(start + shift, end + shift) for start, end in spans.within(chunk.request, chunk.start, chunk.end)]
+        at += chunk.end - chunk.start
+    for batch in attention:
+        batch.spans, batch.spans_exceed_window = seen, spans.exceed_window
 
 
 def _add_chunk_embeds(plan: StepPlan, table: RequestTable, embeds: StepEmbeds) -> None:

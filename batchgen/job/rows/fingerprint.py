@@ -74,6 +74,8 @@ def _options(setup: Setup) -> dict[str, Any]:
         "quantization": rounding if rounding != "none" else None,
         "kv_dtype": config.engine.kv_dtype if config.engine.kv_dtype != "auto" else None,
         "pooling": config.engine.pooling if config.engine.pooling != "auto" else None,
+        # Ranks add up parts of sums, so that another number of them gives other bits.
+        "tensor_parallel": ranks if (ranks := setup.spec.ranks.count) > 1 and config.engine.deterministic else None,
         "clock": config.engine.clock,  # the creation time of the job, the default, cannot identify it
         "input_format": config.input_format if config.input_format != AUTO_FORMAT else None,
         **{name: getattr(config.engine, name) for name in ("chat_template_name", "ignore_template_options")},

@@ -155,16 +155,19 @@ class RayWorkers(Workers):
         self._setup, self._key = setup, work.identity.key
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         resource = "GPU" if setup.spec.device.type == "cuda" else "CPU"
-        sizes = [int(node.get(resource, 0)) for node in nodes if node.get(resource, 0) >= 1]
+        each = setup.spec.ranks.count if resource == "GPU" else 1
+        what = resource if each == 1 else f"{each} {resource}s"
+        sizes = [size for node in nodes if (size := int(node.get(resource, 0)) // each)]
         if not sizes:
-            raise UsageError(f"`--ray` {address}: no node of the cluster has a {resource}; see ray status")
+            raise UsageError(f"`--ray` {address}: no node of the cluster has a {what}; see ray status")
         self.count = setup.config.replicas or (sum(sizes) if resource == "GPU" else len(sizes))
         if self.count > sum(sizes):
-            raise UsageError(f"`--replicas` {self.count}: the cluster has {sum(sizes)} {resource}s")
+            has = f"{sum(sizes)} {resource}s" if each == 1 else f"{sum(sizes)} times {what}"
+            raise UsageError(f"`--replicas` {self.count}: the cluster has {has}")
         on_a_node = -(-self.count // len(sizes))
         self._threads = 1 if resource == "GPU" else max(1, min(sizes) // on_a_node)
         self._of = 1 if resource == "GPU" else on_a_node
-        self._options = {"num_gpus": 1} if resource == "GPU" else {"num_cpus": self._threads}
+        self._options = {"num_gpus": each} if resource == "GPU" else {"num_cpus": self._threads}
 
         @cache
         def files_of(folder: Path) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ import torch
 
 from batchgen.config.run_config import RunConfig
 from batchgen.data.store.work_folder import WorkFolder
+from batchgen.engine.machine import visible_gpus
 from batchgen.engine.memory.kv_budget import AUTO_SHARE
 from batchgen.errors import UsageError
 from batchgen.job.in_work import replica_record
@@ -76,7 +76,7 @@ def with_share(setup: Setup, threads: int, of: int) -> RunConfig:
     config = setup.config
     if setup.spec.device.type != "cpu":
         return replace(config, replicas=None, ray=None)
-    budget = config.engine.kv_budget
+    budget, of = config.engine.kv_budget, of * setup.spec.ranks.count
     if budget is None and of > 1:
         free = psutil.virtual_memory().available - of * setup.weight_bytes
         budget = max(1, int(free * AUTO_SHARE))
@@ -113,10 +113,11 @@ class LocalWorkers(Workers):
             UsageError: there are fewer GPUs, or processors, than processes.
         """
         self._setup, self._work = setup, work
-        self._gpus = _gpus() if setup.spec.device.type == "cuda" else None
+        self._gpus = visible_gpus() if setup.spec.device.type == "cuda" else None
+        self._ranks = setup.spec.ranks.count
         most, what = processors(), "processors"
         if self._gpus is not None:
-            most, what = len(self._gpus), "GPUs"
+            most, what = len(self._gpus) // self._ranks, "GPUs" if self._ranks == 1 else f"times {self._ranks} GPUs"
         wanted = setup.config.replicas
         self.count = 1 if wanted is None else wanted or (1 if self._gpus is None else max(1, most))
         if self.count > max(1, most):
@@ -129,7 +130,10 @@ class LocalWorkers(Workers):
             each = processors() // self.count
             place, variables = (number * each, each), {"OMP_NUM_THREADS": str(self._threads)}
         else:
-            place, variables = (0, 0), {"CUDA_VISIBLE_DEVICES": self._gpus[number]}
+            place, variables = (
+                (0, 0),
+                {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus[number * self._ranks :][: self._ranks])},
+            )
         worker = LocalWorker(HelperProcess(_MODULE, *place, variables=variables))
         record = replica_record(self._work.paths.work, number)
         worker.send(Load(with_share(self._setup, self._threads, self.count), record, self._work.identity.key))
@@ -160,9 +164,3 @@ def workers_of(setup: Setup, work: WorkFolder) -> Workers | None:
         return RayWorkers(setup, work)
     workers = LocalWorkers(setup, work)
     return workers if workers.count > 1 else None
-
-
-def _gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [str(number) for number in range(torch.cuda.device_count())] if named is None else named.split(",")

@@ -36,6 +36,8 @@ UNREAD: Final[dict[str, str]] = {
 _HARMLESS: Final = re.compile("|".join(UNREAD.values()))
 _MASK: Final = re.compile(r"(^|\.)(attn|attention|self_attn|self_attention|crossattention)\.bias$")
 """Names of causal masks, and of biases: a mask has four axes, a bias has one."""
+Conversion = tuple[Any, str]
+"""A rule of the library that converts stored tensors, and the pattern of the rule that a name has."""
 _LAYER: Final = re.compile(r"(^|\.)(layers|h|blocks)\.(\d+)\.")
 _DRAFT: Final = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|mtp\w*)(\.|$)")
 """Parts that a layer has only if it drafts further tokens. Such layers follow the others under the same names."""
@@ -128,8 +130,8 @@ def check_library_tensors(
 
 def library_names(
     model: Any, names: Iterable[str], renamed: Mapping[str, str] | None = None
-) -> Iterator[tuple[str, str, bool]]:
-    """Stored names with those that the library gives them as it loads, and whether it converts the values.
+) -> Iterator[tuple[str, str, Conversion | None]]:
+    """Stored names with those that the library gives them as it loads, and how it converts the values, if it does.
 
     Args:
         model: the model, which may lack the parameter.
@@ -143,11 +145,12 @@ def library_names(
     taken = model.state_dict()
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     for name in sorted(names, key=dot_natural_key):  # the order of the library, whose rules keep state
-        target, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, taken)
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, taken)
         if target not in taken and name in taken:
-            target, converter = name, None
-        yield name, target, converter is not None
+            target, pattern = name, None
+        yield name, target, None if pattern is None else (by_pattern[pattern], pattern)
 
 
 def is_ignored(model: Any, name: str) -> bool:

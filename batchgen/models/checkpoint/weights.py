@@ -9,7 +9,7 @@ Quantised tensors are dequantised in pieces (`quantized.dequantise`), or given a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import EllipsisType, TracebackType
@@ -259,16 +259,21 @@ def _runs(shape: tuple[int, ...], part: Part) -> tuple[npt.NDArray[np.int64], in
 
 
 class LazyWeight:
-    """A stored tensor that is read when the loader of transformers indexes it, by any thread."""
+    """A stored tensor that is read when the loader of transformers indexes it, by any thread.
 
-    def __init__(self, name: str, reader: WeightReader, dtype: torch.dtype) -> None:
+    `indexes`: the parts to read, as for `WeightReader.read_into`, which follow each other along the last axis of these.
+    """
+
+    def __init__(self, name: str, reader: WeightReader, dtype: torch.dtype, indexes: Sequence[Part] = ((),)) -> None:
         self._name = name
         self._reader = reader
         self._dtype = dtype
+        self._indexes = indexes
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
-        """The whole tensor, in new memory; quantised ones are computed in the dtype of the run."""
-        return self._reader.read(self._name, self._dtype)
+        """What is wanted of the tensor, in new memory; quantised ones are computed in the dtype of the run."""
+        parts = [self._reader.read(self._name, self._dtype, index) for index in self._indexes]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, len(self._indexes[0]) - 1)
 
 
 def _fill(stream: BinaryIO, target: Tensor, info: TensorInfo) -> None:

@@ -20,7 +20,7 @@ from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.checkpoint.folder import ModelFolder
 from batchgen.models.checkpoint.stored_tensors import check_unread
 from batchgen.models.checkpoint.weights import LazyWeight, WeightReader
-from batchgen.models.library.fused_projections import stack_projections
+from batchgen.models.library.layers.fused_projections import stack_projections
 from batchgen.models.library.load import TOLERANCE, library_model
 from batchgen.models.library.meta import meta_model
 from batchgen.models.library.model import silence_library

@@ -16,6 +16,7 @@ from batchgen.errors import ModelError, library_errors
 from batchgen.kernels.device import device_for
 from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import TORCH_OPS
+from batchgen.kernels.ranks import ALONE, Ranks
 from batchgen.models.base import ModelSpec, windows_within
 from batchgen.models.checkpoint.folder import ModelFolder, placed
 from batchgen.models.checkpoint.stored_tensors import (
@@ -25,9 +26,9 @@ from batchgen.models.checkpoint.stored_tensors import (
     tower_test,
 )
 from batchgen.models.checkpoint.weights import LazyWeight, WeightReader
-from batchgen.models.library.fused_projections import stack_projections
 from batchgen.models.library.latent import store_latents
 from batchgen.models.library.layers.experts import ExpertsSlot, install_experts
+from batchgen.models.library.layers.fused_projections import stack_projections
 from batchgen.models.library.load_test import Expected, library_logits
 from batchgen.models.library.lora import check_visited, library_sites, wrap_adapted
 from batchgen.models.library.media_config import media_traits
@@ -41,10 +42,12 @@ from batchgen.models.library.meta import (
     use_our_attention,
 )
 from batchgen.models.library.model import HookedModel, TransformersModel, silence_library
+from batchgen.models.library.parallel import Cut
 from batchgen.models.library.probe import ProbeAttention
 from batchgen.models.library.rope import LibraryRope
 from batchgen.models.library.text import (
     causal_part,
+    changed_class,
     decoder_config,
     is_unread,
     library_contexts,
@@ -66,8 +69,9 @@ def transformers_spec(
     device: torch.device,
     context: int,
     adapters: Sequence[Adapter] = (),
+    ranks: Ranks = ALONE,
 ) -> ModelSpec:
-    """Determine the spec of a model by a forward on the meta device, without reading weights.
+    """Determine the spec of a model by a forward on the meta device, without reading weights or asking other ranks.
 
     Raises:
         ModelError: the architecture cannot run with batchgen's attention, the folder holds weights that the model does
@@ -78,10 +82,13 @@ def transformers_spec(
         whole = meta_model(config, text_class(config))
         renamed = renamed_keys(whole, folder) if text_runs_alone(folder) else None
         check_library_tensors(whole, folder, int(text.num_hidden_layers), renamed, is_unread)
+        cut = Cut(ranks, whole)
         model = causal_part(whole)
         limit = use_our_attention(model)
         sites = library_sites(model)
         fitted = fit_adapters(adapters, sites, tower_test(folder))
+        cut.apply(model)
+        cut.exchange(model, lambda x: x)
         store_latents(model)
         longest, context = context, min(context, limit or context)
         uses, states, hooks = probe_layers(model, context)
@@ -116,6 +123,7 @@ def transformers_spec(
         rope_axes=traits.rope_axes,
         deepstack=traits.deepstack,
         bidirectional=traits.bidirectional,
+        ranks=ranks,
     )
 
 
@@ -128,14 +136,23 @@ def load_transformers(
         ModelError: weights are missing, or the logits differ from the library's.
     """
     with silence_library(), torch.no_grad():
-        model = causal_part(_read_weights(config, spec, folder, text_class(config)))
-        rope, sites = LibraryRope(model, spec.context_length), library_sites(model)
-        expected = library_logits(model, spec.vocab_size, spec.context_length, spec.num_layers, spec.device)
+        cls = text_class(config)
+        whole = meta_model(config, cls) if spec.ranks.count > 1 else None
+        cut = Cut(spec.ranks, whole)
+        model = causal_part(_read_weights(config, spec, folder, cls, cut, whole))
+        cut.apply(model)
+        rope = LibraryRope(model, spec.context_length)
+        sites = library_sites(model if whole is None else causal_part(whole))
+        handles = cut.exchange(model)
+        expected = library_logits(model, spec)
+        for handle in handles:
+            handle.remove()
         ids = expected.ids
         use_our_attention(model)
         store_latents(model)
         stack_projections(model, spec.numbers.products)
         experts = install_experts(model)
+        cut.exchange(model)
         probe = ProbeAttention()
         hooked = hook_model(model, probe_chunk(ids, 0, 1, probe), probe)
         hooks = find_model_hooks(hooked, probe_chunk(ids, 0, len(ids), ProbeAttention()))
@@ -147,13 +164,15 @@ def load_transformers(
         if experts.layers and spec.device.type == "cuda":
             _check_experts(loaded, experts, expected)
         if adapters:
-            _add_adapters(hooked, model, ids, fit_adapters(adapters, sites, tower_test(folder)), sites)
+            _add_adapters(hooked, model, ids, fit_adapters(adapters, sites, tower_test(folder)), sites, cut)
         return loaded
 
 
-def _add_adapters(hooked: HookedModel, model: Any, ids: Tensor, adapters: Sequence[Adapter], sites: Sites) -> None:
+def _add_adapters(
+    hooked: HookedModel, model: Any, ids: Tensor, adapters: Sequence[Adapter], sites: Sites, cut: Cut
+) -> None:
     """Wrap the modules that adapters change; an adapter with layers that the forward does not run is rejected."""
-    hooked.lora = wrap_adapted(model, adapters, sites, model.get_input_embeddings().weight.new_empty(0))
+    hooked.lora = wrap_adapted(model, adapters, sites, model.get_input_embeddings().weight.new_empty(0), cut)
     hooked.renew_head(model)
     for index, adapter in enumerate(adapters):
         whole = lora_step(np.full(len(ids), index), device_for(ids.device))
@@ -161,7 +180,7 @@ def _add_adapters(hooked: HookedModel, model: Any, ids: Tensor, adapters: Sequen
         check_visited(partial(hooked.hidden, inputs), hooked.lora, adapter, sites.head)
 
 
-def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any) -> Any:
+def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any, cut: Cut, whole: Any) -> Any:
     if (folder.path / "adapter_config.json").exists():
         raise ModelError(
             f"{folder.path} also holds an adapter (adapter_config.json), which transformers would apply to every "
@@ -169,13 +188,14 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any) -
         )
     with WeightReader(folder.tensors) as reader:
         alone = text_runs_alone(folder)
-        built = meta_model(config, cls) if alone or reader.converts(spec.dtype) else None
+        built = whole or (meta_model(config, cls) if alone or reader.converts(spec.dtype) else None)
         renamed = renamed_keys(built, folder) if alone else None
+        indexes = {} if whole is None else cut.stored(whole, folder, renamed)
         exact = () if built is None else {*built._keep_in_fp32_modules, *built._keep_in_fp32_modules_strict}
-        weights = {
-            name: LazyWeight(name, reader, torch.float32 if any(part in name for part in exact) else spec.dtype)
-            for name in folder.tensors
-        }
+        kinds = {n: torch.float32 if any(part in n for part in exact) else spec.dtype for n in folder.tensors}
+        weights = {name: LazyWeight(name, reader, kind, indexes.get(name, ((),))) for name, kind in kinds.items()}
+        if whole is not None:
+            cls = changed_class(cls, lambda model: cut.apply(causal_part(model), cut.read_in_part))
         model, info = library_model(cls, config, spec, folder, weights, renamed)
     others = [name for name in info.get("unexpected_keys") or () if not is_unread(name, model, folder)]
     layers = int(decoder_config(config).num_hidden_layers)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.ops import Ops
-from batchgen.models.base import Model, ModelInput
+from batchgen.kernels.ranks import Ranks
+from batchgen.models.base import Model, ModelInput, ModelSpec
 from batchgen.models.library.probe import ProbeAttention
 
 _TOKENS: Final = 7
@@ -32,7 +33,7 @@ class Expected:
     starts: tuple[int, ...]
     """First position of each sequence."""
     logits: tuple[Tensor, ...]
-    """[7, V] float32 of each sequence."""
+    """[7, V] float32 of each sequence: this rank's columns."""
 
     def difference(self, model: Model, ops: Ops) -> float:
         """Relative difference of a token's logits: the maximum over tokens in float32, the median in lower precision.
@@ -53,23 +54,25 @@ class Expected:
             rows = torch.split(logits, [end - start for _, start, end in step])
             for (i, start, _), part in zip(step, rows, strict=True):
                 got[i] = part if start == 0 else torch.cat((got[i], part))
-        errors = [_relative(one, other) for one, other in zip(got, self.logits, strict=True)]
+        errors = [_relative(one, other, model.spec.ranks) for one, other in zip(got, self.logits, strict=True)]
         return max(float(e.median() if model.spec.dtype != torch.float32 else e.max()) for e in errors)
 
 
-def _relative(got: Tensor, expected: Tensor) -> Tensor:
-    errors: Tensor = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)  # [7]
+def _relative(got: Tensor, expected: Tensor, ranks: Ranks) -> Tensor:
+    """[7]: relative differences, of the columns of all ranks together."""
+    squares = ranks.sum(torch.stack([x.square().sum(-1) for x in (got - expected, expected)]))  # [2, 7]
+    errors: Tensor = squares[0].sqrt() / squares[1].sqrt().clamp_min(1e-6)
     return errors
 
 
-def library_logits(model: Any, vocab_size: int, context: int, layers: int, device: torch.device) -> Expected:
+def library_logits(model: Any, spec: ModelSpec) -> Expected:
     """Logits of an unchanged library model, at the first positions and, if it can be asked, at the last ones."""
-    ids = (torch.arange(_TOKENS, device=device) * 7919 + 13) % vocab_size  # [7]
+    ids = (torch.arange(_TOKENS, device=spec.device) * 7919 + 13) % spec.vocab_size  # [7]
     early = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [7, V]
-    start, keyword = context - _TOKENS, cache_keyword(model)
+    start, keyword = spec.context_length - _TOKENS, cache_keyword(model)
     if start > 0 and keyword is not None:
         with contextlib.suppress(Exception):  # it may need another kind of cache
-            past = {keyword: _late_cache(start, layers)}
+            past = {keyword: _late_cache(start, spec.num_layers)}
             late = model(input_ids=ids[None], use_cache=True, **past).logits[0].float()
             return Expected(ids, (0, start), (early, late))
     return Expected(ids, (0, 0), (early, early))

@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -18,6 +18,7 @@ from batchgen.kernels.moe import ExpertPairs, moe_experts
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.models.checkpoint.weights import WeightReader
 from batchgen.models.library.layers.experts import experts_of, is_experts
+from batchgen.models.library.parallel import Cut
 from batchgen.models.lora.adapters import (
     AdaptedEnds,
     adapted_ends,
@@ -242,7 +243,7 @@ def library_sites(model: Any) -> Sites:
     return Sites(linears, tables, head_name, tied, replaceable, experts, matrices, fixed)
 
 
-def wrap_adapted(model: Any, adapters: Sequence[Adapter], sites: Sites, like: Tensor) -> LoraSlot:
+def wrap_adapted(model: Any, adapters: Sequence[Adapter], sites: Sites, like: Tensor, cut: Cut) -> LoraSlot:
     """Wrap every module that an adapter changes, in place; the adapters must have been checked.
 
     Args:
@@ -250,24 +251,25 @@ def wrap_adapted(model: Any, adapters: Sequence[Adapter], sites: Sites, like: Te
         adapters: of all rows, in order.
         sites: of the model.
         like: tensor of the model's dtype and device.
+        cut: how the model is split among ranks; the sites are those of the whole model.
 
     Returns:
         The slot that passes a step's segments to the wrappers.
     """
     slot, table, head = LoraSlot(), model.get_input_embeddings(), model.get_output_embeddings()
     ends_of = (next(iter(sites.tables)), sites.head)
-    ends = _ends(adapters, sites, ends_of, table, head)
+    ends = _ends(adapters, sites, ends_of, table, head, cut)
     pairs: dict[str, list[LoraPair | None]] = defaultdict(lambda: [None] * len(adapters))
     replaced: dict[str, list[nn.Module | None]] = defaultdict(lambda: [None] * len(adapters))
     experts: dict[str, list[ExpertPairs | None]] = defaultdict(lambda: [None] * len(adapters))
     for index, adapter in enumerate(adapters):
         with adapter_reader(adapter) as reader:
             for module in adapter.experts:
-                experts[module][index] = expert_pairs(adapter, reader, module, sites.experts[module], like)
+                whole = expert_pairs(adapter, reader, module, sites.experts[module], like)
+                experts[module][index] = cut.expert_pairs(module, whole)
             for module in (module for module in (*adapter.layers, *adapter.saved) if module not in ends_of):
-                change = _change_of(
-                    adapter, reader, module, model.get_submodule(module), module in sites.matrices, like
-                )
+                base = model.get_submodule(module)
+                change = _change_of(adapter, reader, module, base, module in sites.matrices, like, cut)
                 if isinstance(change, nn.Module):
                     replaced[module][index] = change
                 else:
@@ -290,7 +292,7 @@ def wrap_adapted(model: Any, adapters: Sequence[Adapter], sites: Sites, like: Te
 
 
 def _change_of(
-    adapter: Adapter, reader: WeightReader, module: str, base: Any, is_matrix: bool, like: Tensor
+    adapter: Adapter, reader: WeightReader, module: str, base: Any, is_matrix: bool, like: Tensor, cut: Cut
 ) -> nn.Module | LoraPair | None:
     """The module that replaces one of the model's, or what is added to the products of a linear layer."""
     layer = adapter.layers.get(module)
@@ -300,37 +302,43 @@ def _change_of(
     if module in adapter.saved:
         saved = adapter.saved[module].items()
         tensors = {name: read_tensor(reader, f"{module}.saved.{name}", info).to(like) for name, info in saved}
-        return _with_parameters(base, tensors)
+        return _with_parameters(base, {name: cut.own(f"{module}.{name}", whole) for name, whole in tensors.items()})
     rows = [(module, adapter.layers[module].up.shape[0])]
-    if not is_matrix:
-        return fused_pair(adapter, reader, rows, like, partial(_weights_of, base))
-    pair = fused_pair(adapter, reader, rows, like)
+    pair = fused_pair(adapter, reader, rows, like, None if is_matrix else partial(_weights_of, module, base, cut))
     assert pair is not None
-    return _with_parameters(base, {"weight": base.weight + pair.up @ pair.down})
+    if not is_matrix:
+        return cut.pair(module, pair)
+    return _with_parameters(base, {"weight": base.weight + cut.own(f"{module}.weight", pair.up @ pair.down)})
 
 
 def _ends(
-    adapters: Sequence[Adapter], sites: Sites, names: tuple[str, str], table: Any, head: Any
+    adapters: Sequence[Adapter], sites: Sites, names: tuple[str, str], table: Any, head: Any, cut: Cut
 ) -> AdaptedEnds | None:
     """Changes of adapters to the embedding and the head, which have these names; None if there are none."""
     if all(adapter.modules.isdisjoint(names) for adapter in adapters):
         return None
-    bias = None if head.bias is None else head.bias.detach()
+    bias = None if head.bias is None else cut.whole(f"{names[1]}.bias", head.bias.detach())
+    weight = cut.whole(f"{names[1]}.weight", head.weight.detach())
     # The rows of a tied embedding may be those of the head (`stack_projections`).
-    rows = (head if sites.tied else table).weight.detach()
-    return adapted_ends(adapters, (names[0], rows), (names[1], head.weight.detach(), bias), tied=sites.tied)
+    rows = weight if sites.tied else cut.whole(f"{names[0]}.weight", table.weight.detach())
+    ends = adapted_ends(adapters, (names[0], rows), (names[1], weight, bias), tied=sites.tied)
+    tokens = cut.ranks.part(len(weight), 32)
+    return ends and replace(ends, heads=tuple(change and change.part(tokens) for change in ends.heads))
 
 
 def _wrap(model: nn.Module, wrapper: _Wrapper[Any]) -> None:
-    """Put a wrapper in the place of what it wraps."""
+    """Put a wrapper in the place of what it wraps. What adapters add to layers and experts is in the ranks' sum."""
     parent, _, attribute = wrapper.name.rpartition(".")
+    if isinstance(wrapper, _LoraLinear | _LoraExperts):
+        wrapper._forward_hooks, wrapper.base._forward_hooks = wrapper.base._forward_hooks, wrapper._forward_hooks
     model.get_submodule(parent)._modules[attribute] = wrapper
 
 
-def _weights_of(module: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight [O, I] and bias [O] of a linear layer."""
-    weight: Tensor = module.weight.detach()
-    return weight.T if type(module).__name__ == "Conv1D" else weight, module.bias
+def _weights_of(name: str, module: Any, cut: Cut) -> tuple[Tensor, Tensor | None]:
+    """Whole weight [O, I] and bias [O] of a linear layer."""
+    weight = cut.whole(f"{name}.weight", module.weight.detach())
+    bias = None if module.bias is None else cut.whole(f"{name}.bias", module.bias.detach())
+    return weight.T if type(module).__name__ == "Conv1D" else weight, bias
 
 
 def _with_parameters(module: Any, tensors: dict[str, Tensor]) -> nn.Module:
@@ -339,6 +347,7 @@ def _with_parameters(module: Any, tensors: dict[str, Tensor]) -> nn.Module:
     if not module._parameters:  # a linear layer that was repacked
         outputs, inputs = tensors["weight"].shape
         made = nn.Linear(inputs, outputs, module.bias is not None, device="meta")
+        made._forward_hooks = module._forward_hooks
         tensors = tensors if module.bias is None else {"bias": module.bias, **tensors}
     made._parameters = {**made._parameters, **{n: nn.Parameter(t, requires_grad=False) for n, t in tensors.items()}}
     return made

@@ -9,9 +9,10 @@ module that text does not run is removed before weights are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -215,12 +216,17 @@ def skipped_blocks(decoder: nn.Module) -> int:
 
 def without_modules(cls: Any, unread: Sequence[str]) -> Any:
     """A class of the same name whose instances lack the named modules, so that their weights are not read."""
+    return changed_class(cls, partial(remove_modules, unread=unread), {_UNREAD: tuple(unread)})
+
+
+def changed_class(cls: Any, change: Callable[[Any], None], attributes: Mapping[str, Any] = {}) -> Any:
+    """A class of the same name, with more attributes, whose instances are changed as soon as they are built."""
 
     def build(self: Any, *args: Any, **options: Any) -> None:
         cls.__init__(self, *args, **options)
-        remove_modules(self, unread)
+        change(self)
 
-    return type(cls.__name__, (cls,), {"__init__": build, "__module__": cls.__module__, _UNREAD: tuple(unread)})
+    return type(cls.__name__, (cls,), {"__init__": build, "__module__": cls.__module__, **attributes})
 
 
 def remove_modules(model: Any, unread: Sequence[str]) -> None:

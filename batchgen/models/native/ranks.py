@@ -16,6 +16,7 @@ from torch import Tensor
 from batchgen.errors import UsageError
 from batchgen.kernels.lora import LoraPair
 from batchgen.kernels.ranks import Ranks
+from batchgen.kernels.vocab_parallel import WORD
 from batchgen.models.lora.adapters import AdaptedEnds
 from batchgen.models.native.config import NativeConfig
 from batchgen.models.native.weights import FusedTensor, NativeLayout
@@ -56,7 +57,7 @@ def rank_layout(config: NativeConfig, layout: NativeLayout, ranks: Ranks) -> tup
             f"`--tensor-parallel` {ranks.count}: the model has {config.num_heads} query heads, of which each process "
             f"takes one or more; use at most {config.num_heads}"
         )
-    cuts, tokens = _cuts(config, ranks), ranks.part(config.vocab_size, 32)
+    cuts, tokens = _cuts(config, ranks), ranks.part(config.vocab_size, WORD)
     heads, kv_heads = ranks.heads(config.num_heads, config.num_kv_heads)
 
     def cut(name: str, fused: FusedTensor) -> FusedTensor:

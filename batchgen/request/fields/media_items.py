@@ -8,7 +8,7 @@ tokens, by their ids alone. Everything that a user sees has the model's own plac
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,6 +91,10 @@ class MediaItems:
         self.vocab_size = vocab_size
         self._items: list[DistinctItem] = []
         self._numbers: dict[Hashable, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The items for another process, without their sources."""
+        return {**vars(self), "_items": [replace(item, source=None) for item in self._items]}
 
     def add(self, item: DistinctItem) -> int:
         """The number of an item, which is added if it is new."""

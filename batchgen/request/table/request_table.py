@@ -88,8 +88,10 @@ class TokenStore(Protocol):
 class _TokenBuffer:
     """Token store in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, ids: npt.NDArray[np.int32] | None = None) -> None:
         self._ids = array("i")
+        if ids is not None:
+            self._ids.frombytes(ids.tobytes())
 
     def append(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
         self._ids.frombytes(np.asarray(ids, dtype=np.int32).tobytes())
@@ -131,6 +133,10 @@ class RequestTable(Columns):
         self.params: list[SamplingParams] = []
         """Distinct parameter sets, without seeds."""
         self._params_numbers: dict[SamplingParams, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The table for another process, without embeddings and the sources of items."""
+        return {**vars(self), "embeds": None, "_tokens": _TokenBuffer(self.tokens)}
 
     def append(
         self,

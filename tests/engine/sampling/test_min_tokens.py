@@ -12,6 +12,7 @@ from torch import Tensor
 
 from batchgen.engine.step.sampler import EarlyMask
 from batchgen.kernels.device import HOST
+from batchgen.kernels.ops import TORCH_OPS
 from tests.engine.fake_device import LateDevice
 
 VOCAB = 23
@@ -41,7 +42,7 @@ def some_rows(count: int, seed: int) -> list[Row]:
 
 
 def mask_of(rows: list[Row], device: Any = HOST) -> EarlyMask | None:
-    return EarlyMask.of([(i, row) for i, row in enumerate(rows)], device)  # type: ignore[misc]
+    return EarlyMask.of([(i, row) for i, row in enumerate(rows)], device, TORCH_OPS)  # type: ignore[misc]
 
 
 def masked_by_loop(logits: Tensor, rows: list[Row]) -> Tensor:
@@ -91,5 +92,5 @@ def test_the_mask_is_only_undone_in_empty_rows(dtype: torch.dtype) -> None:
     logits[1] = before[1] = 7.0  # later changes stay where nothing was masked
     empty = torch.tensor([i % 2 == 0 for i in range(len(rows))])
     expected = torch.where(empty[:, None], before, logits)
-    masked.undo(logits, empty)
+    masked.undo(logits, empty, TORCH_OPS)
     assert torch.equal(logits, expected)

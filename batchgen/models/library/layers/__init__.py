@@ -1,1 +1,1 @@
-"""Changes to the layers of library models: how they attend, and how experts are computed."""
+"""Changes to the layers of library models: how they attend, and how projections and experts are computed."""

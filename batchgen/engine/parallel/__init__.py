@@ -1,0 +1,1 @@
+"""Tensor parallelism: several processes of a machine that compute one model together."""

@@ -1,0 +1,167 @@
+"""`--tensor-parallel`: processes that compute a model together give the rows of one, and end together."""
+
+from __future__ import annotations
+
+import gc
+import json
+import signal
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from batchgen import Engine
+from batchgen.errors import BatchgenError
+from batchgen.kernels.grouped import GroupedPool
+from tests.e2e.mixed import mixed_options, mixed_rows
+from tests.e2e.processors import PAUSED, PAUSING
+from tests.e2e.rows import write_lines
+from tests.e2e.runner import run, start
+from tests.e2e.same import RunResult, assert_equal
+from tests.kernels.thread_ranks import in_ranks
+from tests.models.loading import load_model
+
+SMALL = {"dtype": "float32", "page_size": 8, "max_num_seqs": 32, "max_tokens_per_step": 64}
+ROWS = [{"id": f"id {i}", "text": f"Hello {i % 7}", "max_new_tokens": 4 + i % 9, "temperature": 0.7} for i in range(40)]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_mixed_rows_equal_those_of_one_process(count: int, model: Path, tmp_path: Path) -> None:
+    """All fields: penalties, masks, constraints, logprobs, hidden states, adapters, processors, embeddings."""
+    options, rows = mixed_options(model, tmp_path), mixed_rows(80, seed=3)
+    expected = RunResult.of(Engine(str(model), **SMALL, **options), rows)
+    found = RunResult.of(Engine(str(model), **SMALL, **options, tensor_parallel=count), rows)
+    assert found.completions.keys() == expected.completions.keys()
+    by_id = {row.get("id") or row.get("custom_id"): row for row in rows}
+    for key, completion in found.completions.items():
+        assert_equal(completion, expected.completions[key], by_id[key[0]])
+    assert {key: [event.text for event in events] for key, events in found.events.items()} == {
+        key: [event.text for event in events] for key, events in expected.events.items()
+    }
+
+
+def test_deterministic_rows_have_equal_bits_in_every_batch(model: Path) -> None:
+    rows = [{**row, "return_logprob": True} for row in ROWS[:12]]
+    options: dict[str, Any] = {"dtype": "float32", "tensor_parallel": 3, "deterministic": True}
+    found = []
+    for size in (3, 12):
+        engine = Engine(str(model), max_num_seqs=size, **options)
+        found.append([np.asarray(c.output_logprobs).tolist() for c in engine.generate(rows, ordered=True)])
+    assert found[0] == found[1]
+    assert all(map(len, found[0]))
+
+
+def test_a_job_that_a_caller_leaves_is_followed_by_another(model: Path) -> None:
+    engine = Engine(str(model), dtype="float32", tensor_parallel=2)
+    expected = [c.text for c in engine.generate(ROWS, ordered=True)]
+    for completions in range(3):
+        job = engine.generate(ROWS)
+        for _, _ in zip(range(completions), job, strict=False):
+            pass
+        job.close()
+    assert [c.text for c in engine.generate(ROWS, ordered=True)] == expected
+
+
+def command(model: Path, folder: Path, rows: list[dict[str, Any]], *options: object) -> list[object]:
+    source = write_lines(folder / "in.jsonl", rows)
+    return ["run", source, "-o", "out.parquet", "--model", model, "--dtype", "float32", "--commit-every", "5", *options]
+
+
+def test_a_rank_that_dies_ends_the_run_and_the_same_command_goes_on(model: Path, tmp_path: Path) -> None:
+    rows = [*ROWS, {"id": "p", "text": "Hi", **PAUSED}]
+    words = command(model, tmp_path, rows, *PAUSING, "--tensor-parallel", "3", "--max-num-seqs", "4")
+    run([*words, "--tensor-parallel", "1"], tmp_path)
+    expected = pq.read_table(tmp_path / "out.parquet")
+    (tmp_path / "out.parquet").unlink()
+    (tmp_path / "pause").touch()
+    job = start(words, tmp_path)
+    job.wait_for(lambda: (tmp_path / "reached").exists())
+    ranks = psutil.Process(job.pid).children()
+    assert len(ranks) == 2
+    ranks[1].send_signal(signal.SIGKILL)
+    (tmp_path / "pause").unlink()
+    result = job.wait()
+    assert result.code == 7
+    assert "rank 2 of --tensor-parallel has ended by signal 9" in result.stderr
+    assert "Traceback" not in result.stderr
+    psutil.wait_procs(ranks, timeout=30)
+    assert not [each for each in ranks if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    committed = sum(pq.read_metadata(part).num_rows for part in (tmp_path / "out.parquet.work/parts").glob("*.parquet"))
+    assert 0 < committed < len(rows)
+    assert f"resumed {committed}" in run(words, tmp_path).stderr.replace(",", "")
+    assert pq.read_table(tmp_path / "out.parquet").drop(["cached_tokens"]).equals(expected.drop(["cached_tokens"]))
+
+
+def test_no_rank_outlives_a_job_that_is_killed(model: Path, tmp_path: Path) -> None:
+    words = command(model, tmp_path, [{"id": "p", "text": "Hi", **PAUSED}], *PAUSING, "--tensor-parallel", "2")
+    (tmp_path / "pause").touch()
+    job = start(words, tmp_path)
+    job.wait_for(lambda: (tmp_path / "reached").exists())
+    ranks = psutil.Process(job.pid).children()
+    job.signal(signal.SIGKILL)
+    psutil.wait_procs(ranks, timeout=30)
+    assert ranks
+    assert not [each for each in ranks if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_an_interrupted_job_is_resumed(model: Path, tmp_path: Path) -> None:
+    rows = [*ROWS, {"id": "p", "text": "Hi", **PAUSED}]
+    words = command(model, tmp_path, rows, *PAUSING, "--tensor-parallel", "2", "--max-num-seqs", "4")
+    (tmp_path / "pause").touch()
+    job = start(words, tmp_path)
+    job.wait_for(lambda: (tmp_path / "reached").exists())
+    job.signal(signal.SIGTERM)
+    (tmp_path / "pause").unlink()
+    assert job.wait().code == 143
+    run(words, tmp_path)
+    assert len(pq.read_table(tmp_path / "out.parquet")) == len(rows)
+
+
+def tensor_bytes(root: object) -> int:
+    """Bytes of all tensors that an object leads to, each memory once."""
+    seen: set[int] = set()
+    sizes: dict[int, int] = {}
+    waiting = [root]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            storage = each.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        waiting += gc.get_referents(each)
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_check_says_what_each_process_needs(count: int, model: Path, tmp_path: Path) -> None:
+    # No library packs weights of float16 in another layout.
+    words = command(model, tmp_path, ROWS, "--tensor-parallel", count, "--attention", "torch", "--dtype", "float16")
+    report = json.loads(run(["check", *words[1:], "--json"], tmp_path).stdout)
+    planned = report["ranks"]
+    options: Any = {"dtype": "float16", "device": "cpu", "products": "torch"}
+    models = in_ranks(count, lambda ranks: load_model(model, **options, ranks=ranks))
+    small = 4096  # rotary frequencies and empty tensors
+    for loaded, needs in zip(models, planned, strict=True):
+        assert needs["weights"] <= tensor_bytes(loaded) < needs["weights"] + small
+        spec = loaded.spec
+        pool = GroupedPool.allocate(spec.kv_layers, [range(spec.num_layers)], [3], 16, spec.kv_dtype, spec.device)
+        assert pool.nbytes == 3 * 16 * needs["kv_token"]
+    whole = json.loads(run(["check", *words[1:], "--json", "--tensor-parallel", "1"], tmp_path).stdout)
+    assert max(needs["weights"] for needs in planned) < whole["model"]["weight_bytes"] / count * 1.5
+    assert whole["ranks"] == []
+    text = run(["check", *words[1:]], tmp_path).stdout
+    assert f"processes       {count}, each with" in text
+
+
+def test_more_ranks_than_heads_are_refused(model: Path, tmp_path: Path) -> None:
+    stderr = run(command(model, tmp_path, ROWS, "--tensor-parallel", "5"), tmp_path, expect=2).stderr
+    assert "`--tensor-parallel` 5: the model has 4 query heads" in stderr
+    with pytest.raises(BatchgenError, match="use at most 4"):
+        Engine(str(model), tensor_parallel=5)
