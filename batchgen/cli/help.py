@@ -29,8 +29,8 @@ _GROUPS: Final = {
         "embeddings", "hidden-states", "streaming", "processors", "lora", "other-systems",
     ),
     "Jobs and results": (
-        "configuration", "sharding", "report", "export", "verify", "reliability", "deterministic", "python", "ray",
-        "evaluation", "reference", "security",
+        "configuration", "sharding", "offload", "report", "export", "verify", "reliability", "deterministic", "python",
+        "ray", "evaluation", "reference", "security",
     ),
     "How it works": (
         "models", "kernels", "planning", "architecture", "benchmarks", "limits", "glossary",

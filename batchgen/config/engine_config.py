@@ -15,6 +15,7 @@ from batchgen.config.option_types import (
     NUMBER,
     PATH,
     POSITIVE_DURATION,
+    SIZE,
     TOTAL_SHARE,
     URL_PREFIX,
     Group,
@@ -248,6 +249,18 @@ class EngineConfig:
         "share of the processors; for models that one GPU does not hold. Example: --tensor-parallel 4",
         int_range(1, 64),
     )
+    offload: Literal["none", "auto", "weights"] = ENGINE.option(
+        "none",
+        "Run a model that is larger than the device's memory: auto and weights keep blocks of the model that do not "
+        "fit in the host's memory, and copy them to the device in every step. Example: --offload auto",
+    )
+    device_memory: int | None = ENGINE.option(
+        None,
+        "Most memory of the device that weights, keys and values, and steps take; the default is all of it. On a CPU, "
+        "with --offload, the size of a device, whose place the CPU takes. Example: --device-memory 24GiB",
+        SIZE,
+    )
+    """Most bytes of the device's memory."""
     page_size: int = ENGINE.option(16, "Tokens per KV cache page. Example: --page-size 32", int_range(1, 4096))
     cpu_threads: int | None = ENGINE.option(
         None,

@@ -30,12 +30,13 @@ from batchgen.engine.memory.dummy_run import (
     cuda_peak,
     dummy_run,
     estimated_bytes,
+    expected_bytes,
     measure_largest_step,
 )
 from batchgen.engine.memory.gc_control import trim_heap
 from batchgen.engine.memory.kv_budget import (
     DeviceMemory,
-    device_memory,
+    job_memory,
     most_pages,
     pool_pages,
     sized_groups,
@@ -43,6 +44,7 @@ from batchgen.engine.memory.kv_budget import (
     with_job_windows,
     with_windows_in,
 )
+from batchgen.engine.memory.offload import with_stream
 from batchgen.engine.outputs.streaming import Emit
 from batchgen.engine.parallel.peers import NO_PEERS, Peers, Start, WarmUp, peers_of, ranks_of
 from batchgen.engine.quantization import QuantizationLoss, choose_numbers, describe_weights, quantize
@@ -148,6 +150,7 @@ class Engine:
         checked = of_rank(checked, ranks)
         spec = checked_spec(checked, dtype=config.dtype, device=config.device, kv_dtype=config.kv_dtype, ranks=ranks)
         spec = replace(spec, numbers=numbers or choose_numbers(config, checked, spec))
+        spec = with_stream(config, checked, spec)
         peers = connect(spec)
         loaded = load_checked(checked, spec)
         folder = checked.folder.path
@@ -356,7 +359,8 @@ class Engine:
         workload = self._plan(table, done)
         if spec.device.type == "cuda":
             self.last_run = None  # its pool takes the memory that is left
-        memory = self._device_memory() if self.config.max_num_seqs is None else None
+        needed = self.config.max_num_seqs is None or spec.stream is not None
+        memory = self._device_memory() if needed else None
         limits = self._peers.agree(lambda: step_limits(self.config, spec, workload, memory))
         resources = self.resources(workload, limits)
         pool, cache = self._pool_for(workload, resources, limits)
@@ -428,7 +432,8 @@ class Engine:
         del last  # frees the last pool before this one is sized
         memory, limits = self._memory(workload, resources, (limits[0], max(limits[1], workload.longest_span)))
         reserved = device_feature_bytes(workload.table, spec, self.device)
-        memory = replace(memory, free=max(0, memory.free - reserved) + (0 if kept is None else kept.nbytes))
+        again = 0 if kept is None or memory.exclusive else kept.nbytes
+        memory = replace(memory, free=max(0, memory.free - reserved) + again)
         budget = memory.budget(config.kv_budget)
         agree = self._peers.agree
         states = agree(lambda: sized_states(spec, workload, limits[0], budget))
@@ -466,8 +471,8 @@ class Engine:
         if not workload.samples.any():
             return self._device_memory(), limits
         if spec.device.type == "cpu":
-            step_bytes = estimated_bytes(spec, dummy_run(workload, spec, size, seqs, tokens))
-            return self._device_memory(step_bytes), limits
+            estimate = estimated_bytes if spec.stream is None else expected_bytes
+            return self._device_memory(estimate(spec, dummy_run(workload, spec, size, seqs, tokens))), limits
         run = self.dummy_runner(resources, limits)
         step_bytes, tokens = measure_largest_step(run, workload, spec, size, limits, partial(cuda_peak, spec.device))
         # The dummy run's token count lists are short, so their largest size is added here.
@@ -478,7 +483,7 @@ class Engine:
     def _device_memory(self, step: int = 0) -> DeviceMemory:
         """The memory that every rank has, with the bytes of its largest step; on a CPU they share what there is."""
         spec = self.model.spec
-        memory, ranks = device_memory(spec.device, step), spec.ranks
+        memory, ranks = job_memory(self.config, spec, step), spec.ranks
         if ranks.count == 1:
             return memory
         share = 1 if memory.exclusive else ranks.count

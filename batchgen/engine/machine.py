@@ -7,13 +7,20 @@ import os
 import torch
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.engine.memory.kv_budget import DeviceMemory, rows_held
+from batchgen.engine.memory.dummy_run import dummy_run, expected_bytes
+from batchgen.engine.memory.kv_budget import RESERVE, DeviceMemory, rows_held
+from batchgen.engine.memory.offload import STEP_SHARE
 from batchgen.engine.workload import JobWorkload
 from batchgen.kernels.device import cpu_quota
 from batchgen.models.base import ModelSpec
 
 _SMALL = 1_300_000_000
 """Most parameters of a model whose steps of twice as many rows and tokens still take little memory and time."""
+
+STREAMED_ROWS = 8192
+"""Most rows of a step that copies weights to the device."""
+_LEAST_WIDTH = 1024
+"""Tokens that such a step has room for, however few its rows."""
 
 _THREADS_BEFORE: dict[int, int] = {}
 """Number of threads set by an engine -> number of threads before that."""
@@ -26,8 +33,14 @@ def step_limits(
 
     On a GPU as many rows run at once as its `memory`, with the weights loaded, holds of those of `workload`, up to a
     number that depends on the model's size; without the two, that number.
+
+    A step that copies weights to the device takes at least as long as that, whatever its rows and tokens: up to
+    `STREAMED_ROWS` rows run at once, with room for as many tokens of prompts, as far as a share of the memory holds
+    what the step computes.
     """
     seqs, tokens = config.max_num_seqs, config.max_tokens_per_step
+    if spec.stream is not None and spec.stream.streamed:
+        return _streamed_limits(config, spec, workload, memory)
     # Many rows spread the cost of a step. On a CPU, a step's activations should fit into the last-level cache.
     most, width = (256, 1024)
     if spec.device.type == "cuda":
@@ -37,6 +50,27 @@ def step_limits(
         if spec.device.type == "cuda" and workload is not None and memory is not None and workload.samples.any():
             seqs = min(seqs, rows_held(workload, spec, config, memory))
     return seqs, tokens or max(width, seqs)
+
+
+def _streamed_limits(
+    config: EngineConfig, spec: ModelSpec, workload: JobWorkload | None, memory: DeviceMemory | None
+) -> tuple[int, int]:
+    seqs, tokens = config.max_num_seqs, config.max_tokens_per_step
+    most = seqs or min(STREAMED_ROWS, tokens or STREAMED_ROWS)
+    if workload is None or memory is None or not workload.samples.any():
+        return most, tokens or max(_LEAST_WIDTH, 2 * most)
+    rows = seqs or min(most, rows_held(workload, spec, config, memory))
+
+    def fits(rows: int, tokens: int) -> bool:
+        step = expected_bytes(spec, dummy_run(workload, spec, config.page_size, rows, tokens))
+        return step <= (STEP_SHARE - RESERVE) * memory.total
+
+    while seqs is None and rows > 1 and not fits(rows, tokens or rows):
+        rows //= 2
+    width = max(_LEAST_WIDTH, 2 * rows)
+    while width > rows and not fits(rows, width):
+        width = max(rows, width // 2)
+    return rows, tokens or width
 
 
 def gpu_limits(parameters: int) -> tuple[int, int]:

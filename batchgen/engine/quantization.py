@@ -12,6 +12,7 @@ from torch import Tensor
 
 from batchgen.config.engine_config import EngineConfig
 from batchgen.engine.machine import step_limits
+from batchgen.engine.memory.offload import device_total
 from batchgen.errors import UsageError
 from batchgen.kernels.layouts import int8_is_faster, int8_refusal
 from batchgen.kernels.measure import ProductStep, WeightSize, device_timer, grouped_weights_pay
@@ -75,6 +76,8 @@ def choose_numbers(config: EngineConfig, checked: CheckedModel, spec: ModelSpec)
         _refuse_int8(config, spec)
         return Numbers("int8", "fixed")  # full weights are multiplied only a few times, so measuring does not pay
     form = "full" if config.quantization == "none" else _kept_form(config, checked, spec)
+    if config.offload != "none" and spec.device.type == "cpu":
+        return Numbers("full", "plain")  # so that results do not depend on which blocks are streamed
     return Numbers(form, "torch" if config.attention == "torch" else "fixed" if config.deterministic else "measured")
 
 
@@ -98,6 +101,8 @@ def _refuse_int8(config: EngineConfig, spec: ModelSpec) -> None:
     reason = None
     if spec.implementation != "native":
         reason = f"it needs the native decoder, but a {spec.name} model runs with the transformers library"
+    elif config.offload != "none":
+        reason = "`--offload` streams weights in their own numbers"
     elif config.attention == "torch":
         reason = "it needs compiled kernels, but `--attention torch` only uses PyTorch"
     else:
@@ -108,7 +113,7 @@ def _refuse_int8(config: EngineConfig, spec: ModelSpec) -> None:
 
 def _pays(sizes: Mapping[WeightSize, int], config: EngineConfig, spec: ModelSpec) -> bool:
     """Whether stored numbers are worth keeping on a GPU."""
-    if spec.parameters * spec.dtype.itemsize > _FITS * torch.cuda.mem_get_info(spec.device)[0]:
+    if spec.parameters * spec.dtype.itemsize > _FITS * device_total(config, spec.device):
         return True
     rows, tokens = step_limits(config, spec)
     step = ProductStep(spec.device, spec.dtype, device_timer(spec.device))

@@ -22,7 +22,15 @@ from batchgen.config.units import STDIN
 from batchgen.data.read.input_set import InputSet, open_inputs
 from batchgen.data.store.work_folder import output_paths
 from batchgen.engine.machine import step_limits
-from batchgen.engine.memory.kv_budget import DeviceMemory, cache_groups, device_memory, state_group, with_job_windows
+from batchgen.engine.memory.dummy_run import dummy_run, expected_bytes
+from batchgen.engine.memory.kv_budget import (
+    DeviceMemory,
+    cache_groups,
+    device_memory,
+    job_memory,
+    state_group,
+    with_job_windows,
+)
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.job.clock import set_clock
 from batchgen.job.display.console import SafeConsole
@@ -36,6 +44,8 @@ from batchgen.job.rows.fingerprint import JobIdentity, identify_job
 from batchgen.job.rows.ingest import Ingested, ingest
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import by_count, write_report
+from batchgen.kernels.device import device_for
+from batchgen.kernels.stream import copy_rate
 from batchgen.plan.cache_groups import HeldGroup, bytes_by_kind, held_groups
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.estimate import PlanCounts, plan_counts
@@ -103,6 +113,8 @@ class CheckReport:
     """Bytes of the weights that read images and sounds, which are loaded if a row has any."""
     ranks: list[dict[str, int]]
     """`weights`, `kv_token`, `kv_peak` and `step` bytes of each process of --tensor-parallel; empty for one."""
+    offload: dict[str, Any] | None
+    """Where weights and the cache are, and what a pass copies (`_offload`); None without --offload."""
     estimated_steps: int
     """Number of steps if every row runs to its limit and pages are unlimited; so, too, the next three figures."""
     estimated_occupancy: float
@@ -246,6 +258,7 @@ def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, Out
         memory = estimate_memory(setup, workload, sum(peaks.values()), towers)
         several = setup.spec.ranks.count > 1
         needs = rank_needs(job.model, setup, workload, sum(peaks.values())) if several else []
+        offload = _offload(setup, workload)
     phases = {"starting": started - began, "reading": read - started, "planning": time.monotonic() - read}
     report = CheckReport(
         rows=rows.rows,
@@ -273,11 +286,12 @@ def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, Out
         estimated_peak_bytes=memory,
         tower_bytes=towers,
         ranks=[asdict(each) for each in needs],
+        offload=offload,
         estimated_steps=steps.steps,
         estimated_occupancy=round(steps.occupancy, 4),
         estimated_tail_steps=steps.tail_steps,
         estimated_tail_efficiency=round(steps.tail_efficiency, 4),
-        estimated_seconds=_estimated_seconds(setup, counts),
+        estimated_seconds=_estimated_seconds(setup, counts, steps.steps * (offload or {}).get("pass_seconds", 0.0)),
         estimated_output_bytes=output.total,
         estimated_hidden_states_bytes=output.states,
         fingerprint=identity.run.fingerprint,
@@ -330,11 +344,35 @@ def _plan(setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, SchedulerSta
 
 
 def _memory(setup: Setup) -> DeviceMemory | None:
-    """The memory of a GPU next to the weights, which are not loaded; None: there is no GPU."""
+    """The memory of a device next to the weights, which are not loaded; None: there is none."""
+    if setup.spec.stream is not None and setup.spec.device.type == "cpu":
+        return job_memory(setup.config.engine, setup.spec)
     if setup.spec.device.type != "cuda" or not torch.cuda.is_available():
         return None
-    memory = device_memory(setup.spec.device)
-    return replace(memory, free=max(0, memory.free - setup.weight_bytes))
+    memory = job_memory(setup.config.engine, setup.spec)
+    return replace(memory, free=max(0, memory.free - setup.device_weight_bytes))
+
+
+def _offload(setup: Setup, workload: JobWorkload) -> dict[str, Any] | None:
+    """Where the weights of a job with `--offload` are, and what is copied in each pass, with the least time for it."""
+    spec, engine, plan = setup.spec, setup.config.engine, setup.spec.stream
+    memory = _memory(setup)
+    if plan is None or memory is None:
+        return None
+    rate, limits = copy_rate(device_for(spec.device)), step_limits(engine, spec, workload, memory)
+    has_rows = workload.samples.any()
+    step = expected_bytes(spec, dummy_run(workload, spec, engine.page_size, *limits)) if has_rows else 0
+    return {
+        "blocks": len(plan.blocks),
+        "streamed_blocks": len(plan.streamed),
+        "device_weight_bytes": plan.device_bytes,
+        "pass_bytes": plan.pass_bytes,
+        "pass_seconds": plan.pass_bytes / rate,
+        "copy_bytes_per_second": rate,
+        "kv_bytes": replace(memory, step=step).budget(engine.kv_budget),
+        "step_bytes": step,
+        "rows": limits[0],
+    }
 
 
 def _lag(setup: Setup, groups: int) -> int:
@@ -345,13 +383,13 @@ def _lag(setup: Setup, groups: int) -> int:
     return int(native and torch.get_num_threads() > 1 and groups == 1)
 
 
-def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float | None:
-    """Lower limit of the compute time: the FLOPs of all tokens at the matrix rate measured on this device."""
+def _estimated_seconds(setup: Setup, counts: PlanCounts, copying: float) -> float | None:
+    """Lower limit of the time: the FLOPs of all tokens at the matrix rate measured on this device, or `copying`."""
     if setup.spec.device.type == "cuda" and not torch.cuda.is_available():
         return None
     decoded = max(0, counts.max_output_tokens - counts.samples)
     flops = 2.0 * setup.spec.parameters * (counts.distinct_prompt_tokens + decoded)
-    return round(flops / _matrix_rate(setup.spec.dtype, setup.spec.device), 1)
+    return round(max(flops / _matrix_rate(setup.spec.dtype, setup.spec.device), copying), 1)
 
 
 def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
@@ -410,6 +448,16 @@ def _lines(report: CheckReport) -> list[tuple[str, Text]]:
     )
     if report.ranks:
         add("processes", _rank_line(report.ranks))
+    if (offload := report.offload) is not None:
+        copied = "all blocks fit, and none is copied"
+        if offload["streamed_blocks"]:
+            rate = f"{offload['pass_seconds']:.2g} s at {format_size(int(offload['copy_bytes_per_second']))}/s"
+            copied = f"{offload['streamed_blocks']} of {offload['blocks']} blocks, "
+            copied += f"{format_size(offload['pass_bytes'])}, are copied to it in every step, at least {rate}"
+        on_device = format_size(offload["device_weight_bytes"])
+        add("offload", f"{on_device} of the device are for weights: {copied}")
+        cache, step = format_size(offload["kv_bytes"]), format_size(offload["step_bytes"])
+        add("", f"{cache} are left for keys and values, {step} for steps of up to {offload['rows']:,} rows")
     if peak is not None:
         add("memory", f"about {format_size(peak)} at the peak, program included")
     add(

@@ -112,6 +112,8 @@ def estimate_memory(setup: Setup, workload: JobWorkload, kv_bytes: int, tower_by
     products = spec.numbers.products
     head = spec.vocab_size * spec.embeds_size * spec.dtype.itemsize
     weights, loading = setup.weight_bytes, head if repacks(spec.dtype, spec.device, products) else 0
+    if spec.stream is not None:
+        weights += spec.stream.slots * spec.stream.slot_bytes
     if spec.tied and not shares_rows(spec.dtype, spec.device, products):
         weights += head
     step = 0

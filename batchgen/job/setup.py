@@ -24,6 +24,7 @@ from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.machine import prepare_device
 from batchgen.engine.media.job import plan_media
 from batchgen.engine.memory.kv_budget import allowed_pages
+from batchgen.engine.memory.offload import weight_bytes, with_stream
 from batchgen.engine.parallel.peers import peers_of, ranks_of
 from batchgen.engine.quantization import choose_numbers
 from batchgen.job.preflight import DEMO, CheckedJob, carry_of
@@ -131,9 +132,12 @@ class Setup:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory, while they are read."""
-        size, is_stored = self.spec.dtype.itemsize, self.spec.numbers.quantization == "stored"
-        changes = [nbytes - count * size for count, nbytes in self.stored_sizes] if is_stored else ()
-        return self.spec.parameters * size + sum(changes)
+        return weight_bytes(self.model, self.spec)
+
+    @property
+    def device_weight_bytes(self) -> int:
+        """Bytes of memory of the device that weights take."""
+        return self.weight_bytes if self.spec.stream is None else self.spec.stream.device_bytes
 
     @property
     def stored_sizes(self) -> Sequence[tuple[int, int]]:
@@ -271,14 +275,14 @@ def _spec(
     if absent:
         refuse_anywhere(engine)
         refuse_kv_dtype(engine, spec)
-        note("this machine has no GPU: --attention, --kv-memory and the compute time are not checked")
+        note("this machine has no GPU: --attention, --kv-memory, --offload and the compute time are not checked")
         return spec
     if spec.device.type == "cpu" and engine.attention != "torch":
         load_library(compiling)
     fixed_kernels(engine, spec)
     if engine.kv_budget is not None:
         allowed_pages(spec, engine.page_size, engine.kv_budget)
-    return replace(spec, numbers=choose_numbers(engine, model, spec))
+    return with_stream(engine, model, replace(spec, numbers=choose_numbers(engine, model, spec)))
 
 
 def _note_other_counts(out: Path, count: int, note: Callable[[str], None]) -> None:

@@ -8,6 +8,7 @@ shows every ordering mistake that a GPU would: see tests/engine/fake_device.py.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -45,6 +46,13 @@ class Graph(Protocol):
         """Queue the work again; it reads and writes the tensors of the capture."""
 
 
+class Arrival(Protocol):
+    """A copy to the device that work launched later waits for."""
+
+    def join(self) -> None:
+        """Have all that is launched next wait for the copy; the host does not wait."""
+
+
 class Device(Protocol):
     """The device that a run computes on."""
 
@@ -74,6 +82,16 @@ class Device(Protocol):
 
     def upload_staged(self, staged: Tensor) -> Tensor:
         """Copy a tensor of `staging`, which must not be changed any more, to the device without another copy of it."""
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """[nbytes] uint8 on the host with undefined values, that `copy_ahead` can copy while the device computes."""
+
+    def copy_ahead(self, source: Tensor, target: Tensor) -> Arrival:
+        """Copy memory of the host to the device next to its computations.
+
+        The copy begins when what is launched so far is done, so that this may read the target; what is launched between
+        this call and `Arrival.join` must not. The source stays as it is until the copy is done.
+        """
 
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
         """Copy tensors to the host. Later work must not write to them: clone what a graph will overwrite first."""
@@ -105,6 +123,15 @@ class _HostDownload:
         return [as_array(tensor) for tensor in self._tensors]
 
 
+class _HostArrival:
+    """An `Arrival` of a copy that is done."""
+
+    __slots__ = ()
+
+    def join(self) -> None:
+        """Nothing to wait for."""
+
+
 class HostDevice:
     """A CPU: every call is complete when it returns, and nothing is copied."""
 
@@ -128,6 +155,15 @@ class HostDevice:
     def upload_staged(self, staged: Tensor) -> Tensor:
         """The tensor itself."""
         return staged
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """See `Device.host_memory`."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy_ahead(self, source: Tensor, target: Tensor) -> Arrival:
+        """See `Device.copy_ahead`; copied at once."""
+        target.copy_(source)
+        return _HostArrival()
 
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
         """See `Device.download`; the values are read at `wait`, so the caller must not write to them before."""
@@ -164,6 +200,19 @@ class _CudaDownload:
         return [as_array(tensor) for tensor in self._pinned]
 
 
+class _CudaArrival:
+    """The event that marks the end of a copy."""
+
+    __slots__ = ("_event", "_where")
+
+    def __init__(self, event: torch.cuda.Event, where: torch.device) -> None:
+        self._event, self._where = event, where
+
+    def join(self) -> None:
+        """See `Arrival.join`."""
+        torch.cuda.current_stream(self._where).wait_event(self._event)
+
+
 class _GraphPool:
     """A memory pool shared by graphs, alive as long as one of them is."""
 
@@ -198,6 +247,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self._lanes: dict[Lane, torch.cuda.Stream] = {}
+        self._ahead: torch.cuda.Stream | None = None
         self._graph_pool: Callable[[], _GraphPool | None] = lambda: None
         self._capture_stream: torch.cuda.Stream | None = None
 
@@ -230,6 +280,29 @@ class CudaDevice:
     def upload_staged(self, staged: Tensor) -> Tensor:
         """See `Device.upload_staged`."""
         return staged.to(self.torch_device, non_blocking=True)
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """See `Device.host_memory`. Locked in place: PyTorch's own pinned memory is rounded up to powers of two.
+
+        It shares no page with other memory, as a page cannot be locked twice.
+        """
+        memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0))
+        weakref.finalize(memory, _unlock, memory.data_ptr(), self.torch_device).atexit = False
+        return memory
+
+    def copy_ahead(self, source: Tensor, target: Tensor) -> Arrival:
+        """See `Device.copy_ahead`."""
+        if self._ahead is None:
+            self._ahead = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._ahead.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(self._ahead):
+            target.copy_(source, non_blocking=True)
+            target.record_stream(self._ahead)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._ahead)
+        return _CudaArrival(event, self.torch_device)
 
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
         """See `Device.download`."""
@@ -281,6 +354,13 @@ class CudaDevice:
     def release_cache(self) -> None:
         """Return the caching allocator's free blocks to the device."""
         torch.cuda.empty_cache()
+
+
+def _unlock(address: int, device: torch.device) -> None:
+    """Undo the locking of host memory that is freed, when no copy reads it any more."""
+    torch.cuda.synchronize(device)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(address)
 
 
 def device_for(device: torch.device) -> Device:

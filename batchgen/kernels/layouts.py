@@ -13,9 +13,9 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Final, Literal, Protocol
@@ -88,10 +88,10 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 GroupedProduct = Callable[[Tensor, GroupedWeight, Tensor | None], Tensor]
 """As `Product`, of a weight in groups."""
 
-Products = Literal["measured", "fixed", "torch", "int8"]
+Products = Literal["measured", "fixed", "torch", "plain", "int8"]
 """Products that may be used on a CPU. `measured`: the fastest. `fixed`: the first available, without measuring, so that
-another process on the machine chooses the same. `torch`: PyTorch and its libraries only. `int8`: compiled kernels over
-weights quantised to int8."""
+another process on the machine chooses the same. `torch`: PyTorch and its libraries only. `plain`: PyTorch's, of weights
+in the ordinary layout. `int8`: compiled kernels over weights quantised to int8."""
 
 _PACK_ROWS: Final = 64
 """The batch size that oneDNN chooses its layout for; other sizes use the same layout."""
@@ -105,6 +105,10 @@ _SECONDS: Final = 0.08
 _FOUND: Final = 3
 _CLEARLY: Final = 0.9
 """A later layout is chosen if its time is at most this share of an earlier one's, so that ties do not alternate."""
+
+
+Move = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Gives the places in other memory of all tensors of a layer."""
 
 
 class Layout(Protocol):
@@ -135,6 +139,11 @@ class Plain:
         """The weight."""
         return self._weight
 
+    def moved(self, move: Move) -> Plain:
+        """The layout in other memory."""
+        weight, *rest = move([self._weight] if self.bias is None else [self._weight, self.bias])
+        return Plain(weight, rest[0] if rest else None, self._product)
+
 
 class Grouped:
     """A weight in groups of small numbers, multiplied by `product` with inputs of `dtype`."""
@@ -151,6 +160,14 @@ class Grouped:
     def dense(self) -> Tensor:
         """The dequantised weight."""
         return self._weight.dense().to(self._dtype)
+
+    def moved(self, move: Move) -> Grouped:
+        """The layout in other memory."""
+        own, bias = self._weight, self.bias
+        numbers, scales, *rest = move([x for x in (own.numbers, own.scales, own.zeros, bias) if x is not None])
+        zeros = None if own.zeros is None else rest.pop(0)
+        weight = replace(own, numbers=numbers, scales=scales, zeros=zeros)
+        return Grouped(weight, rest[0] if rest else None, self._dtype, self._product)
 
 
 class OneDnn:
@@ -232,6 +249,8 @@ def layouts(dtype: torch.dtype, products: Products) -> Mapping[str, Make]:
     makes: dict[str, Make] = {}
     if products == "int8":
         return {"compiled int8": partial(Compiled, method="int8")}
+    if products == "plain":
+        return {"plain": Plain}
     if products != "torch" and dtype in DTYPES and loaded():
         names = {"widened": "compiled", "dot": "compiled dot", "bfp": "compiled bfp"}
         makes = {names[method]: partial(Compiled, method=method) for method in methods(dtype) if method in names}

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.cpu.matmul import pack_int8, unpack_rows
-from batchgen.kernels.layouts import WHOLE, Compiled, Grouped, Layout, Plain, Product, Products, choose_layout, layouts
+from batchgen.kernels.layouts import (
+    WHOLE,
+    Compiled,
+    Grouped,
+    Layout,
+    Move,
+    Plain,
+    Product,
+    Products,
+    choose_layout,
+    layouts,
+)
 from batchgen.kernels.quantization import GroupedWeight
 
 __all__ = ["Embedding", "Linear", "Product", "Products", "describe_products", "forms", "repacks"]
@@ -96,6 +108,13 @@ class Linear:
     def in_int8(self) -> Linear:
         """The same layer with its weight quantised to int8; `int8_refusal` must be None."""
         return Linear(self.dense_weight(), self.bias, products="int8")
+
+    def moved(self, move: Move) -> Linear:
+        """The same layer in other memory; its weight is in the ordinary layout or in groups of small numbers."""
+        assert isinstance(self._layout, Plain | Grouped)
+        made = copy(self)
+        made._layout = self._layout.moved(move)
+        return made
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product, [..., O]."""

@@ -14,6 +14,7 @@ from batchgen.kernels.lora import LoraStep
 from batchgen.kernels.mixers.states import States, StateSize
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.ranks import ALONE, Ranks
+from batchgen.kernels.stream import LayerStream, StreamPlan
 from batchgen.kernels.types import Attention, LayerKV
 from batchgen.kernels.vocab_parallel import WORD
 from batchgen.models.lora.config import Adapter
@@ -108,6 +109,10 @@ class ModelSpec:
     generates: bool = True
     """Whether it has a language head; without one its logits are those of no token."""
     numbers: Numbers = Numbers()
+    block_bytes: tuple[int, ...] = ()
+    """Bytes of the weights of each block in `dtype` that can be streamed; empty: the blocks cannot be found."""
+    stream: StreamPlan | None = None
+    """Where the blocks' weights are; None: all are on the device."""
     ranks: Ranks = ALONE
     """The ranks that compute the model together. `kv_layers`, `num_heads` and `parameters` are those of one rank."""
 
@@ -231,6 +236,9 @@ class ModelInput:
 
 class Model(Protocol):
     """Decoder model (protocol)."""
+
+    stream: LayerStream | None
+    """What copies blocks to the device in every pass; None: all are there."""
 
     @property
     def spec(self) -> ModelSpec:

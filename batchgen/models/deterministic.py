@@ -91,6 +91,7 @@ class DeterministicModel:
             if not product_heights(group, layer.key_dim, layer.value_dim, threads).invariant:
                 raise _batch_dependent(model, "or try `--cpu-threads 1`")
         self._model = model
+        self.stream = model.stream
         self._tile_sizes = _consistent_tile_sizes(model) if tile_sizes is None else tile_sizes
 
     @property

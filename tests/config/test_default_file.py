@@ -33,6 +33,7 @@ HARMLESS = {
     *("hidden_states_dtype", "repetition_penalty_scope", "logprobs_mode", "pooling", "normalize"),
     *("chat", "strict_fields", "include_source", "include_prompt", "include_prompt_ids", "retry_errors", "dry_run"),
     *("any_model", "lenient_schemas", "dedup", "deterministic", "chat_template_name", "ignore_template_options"),
+    "offload",
 }
 """Options of the run and of the engine that take words or switches, and reach nothing. Sampling fields, which any row
 may set, and numbers, sizes and times reach nothing by their kind."""

@@ -141,7 +141,31 @@ def _scale_table(lines: list[dict[str, Any]]) -> list[str]:
     return table
 
 
+def offload_table(lines: list[dict[str, Any]]) -> list[str]:
+    """A model on devices of several sizes that its weights do not fit on."""
+    first = lines[0]
+    table = [
+        f"`python -m tests.e2e.offload`: {first['rows']:,} rows of {first['prompt_tokens']} and "
+        f"{first['output_tokens']} tokens, `{first['model']}` ({first['weight_bytes'] / 1e6:,.0f} MB) on "
+        f"{first['device']}, {first['processors']} threads of an {first['cpu']}; copies of "
+        f"{first['copy_bytes_per_second'] / 1e9:.1f} GB/s.",
+        "",
+        "| device / weights | blocks streamed | rows at once | passes | copied | as planned | floor | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for line in lines:
+        size = "whole model" if line["share"] is None else f"{line['share']:.0%}"
+        exact = line["copied_bytes"] == line["planned_bytes"] and line["same_tokens"]
+        table.append(
+            f"| {size} | {line['streamed_blocks']} of {line['blocks']} | {line['rows_at_once']:,} | "
+            f"{line['passes']:,} | {line['copied_bytes'] / 1e9:,.2f} GB | {'yes' if exact else 'no'} | "
+            f"{line['floor_seconds']:.1f} s | {line['seconds']:.1f} s |"
+        )
+    return table
+
+
 _TABLES = {
+    "offload": offload_table,
     "load": _load_table,
     "eta": _eta_table,
     "embed": _embed_table,

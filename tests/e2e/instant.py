@@ -30,6 +30,8 @@ LIKELIEST = 7
 class InstantModel:
     """A model that returns the same logits for every row, with a tiny KV cache."""
 
+    stream = None
+
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self._logits = torch.zeros(1, spec.vocab_size)

@@ -45,6 +45,7 @@ class LowMemoryModel:
         late: bool = False,
     ) -> None:
         self._model, self._forward, self._head, self._late = model, forward, head, late
+        self.stream = model.stream
         self.failed = 0
 
     @property

@@ -46,6 +46,8 @@ class Counts:
     """Number of `upload_into` transfers, which `uploads` excludes."""
     downloads: Counter[Lane] = field(default_factory=Counter)
     waits: list[Wait] = field(default_factory=list)
+    copied_ahead: int = 0
+    """Bytes of the copies of `copy_ahead`."""
     captures: int = 0
     replays: int = 0
     releases: int = 0
@@ -126,6 +128,17 @@ class LateDevice:
         """See `Device.upload_staged`."""
         return self.upload(staged.numpy())[0]
 
+    def host_memory(self, nbytes: int) -> Tensor:
+        """See `Device.host_memory`. The values are poison."""
+        return poison(torch.empty(nbytes, dtype=torch.uint8))
+
+    def copy_ahead(self, source: Tensor, target: Tensor) -> LateArrival:
+        """See `Device.copy_ahead`. The target is poison until the copy is waited for."""
+        self._refuse_in_capture("copy_ahead")
+        with self._lock:
+            self.counts.copied_ahead += source.nbytes
+        return LateArrival(source, poison(self._memory_of(target)))
+
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
         """See `Device.download`."""
         self._refuse_in_capture("download")
@@ -189,6 +202,22 @@ class LateDevice:
     def clock(self, lane: Lane) -> tuple[int, int]:
         """Number of uploads, and of downloads of a lane, so far."""
         return self.counts.uploads, self.counts.downloads[lane]
+
+
+class LateArrival:
+    """A copy to the device that is made when it is waited for."""
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        self._source, self._target, self._then = source, target, source.clone()
+
+    def join(self) -> None:
+        """See `Arrival.join`.
+
+        Raises:
+            AssertionError: the source has changed since the copy started.
+        """
+        assert torch.equal(self._source, self._then), "the source of a copy was overwritten before it was read"
+        self._target.copy_(self._source)
 
 
 class LateDownload:

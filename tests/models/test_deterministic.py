@@ -20,6 +20,8 @@ from tests.models.tiny import save_tiny
 class Altered:
     """A model whose states are changed by a function."""
 
+    stream = None
+
     def __init__(self, model: DeterministicModel, alter: Callable[[Tensor], Tensor]) -> None:
         self._model = model
         self._alter = alter

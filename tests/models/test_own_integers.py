@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from batchgen.config.engine_config import EngineConfig
 from batchgen.engine import quantization
 from batchgen.engine.quantization import choose_numbers, quantize_in_place
 from batchgen.kernels.layouts import int8_refusal
-from batchgen.models.base import Form, ModelInput
+from batchgen.kernels.stream import plan_stream
+from batchgen.models.base import Form, ModelInput, Numbers
 from batchgen.models.check import check_model
 from batchgen.models.checkpoint.weights import WeightReader
 from batchgen.models.library.probe import ProbeAttention
-from batchgen.models.load import DtypeName, checked_spec
+from batchgen.models.load import DtypeName, checked_spec, load_checked
 from batchgen.models.native.decoder import NativeModel
-from batchgen.models.native.own_integers import OwnIntegers
+from batchgen.models.native.own_integers import OwnIntegers, stream_bytes
+from tests.engine.fake_device import LateDevice
 from tests.models.loading import load_model
 from tests.models.quantised import CASES, W8A8, Case, by_groups, save_quantised
 
@@ -136,6 +139,24 @@ def test_products_of_stored_weights_are_those_of_dequantised_ones(name: str, tmp
     torch.testing.assert_close(hidden(model), exact, rtol=0, atol=1e-4)
     in_half = hidden(loaded(quantised, "bfloat16", "weight-only"))
     assert (in_half - exact).norm() <= 1.5 * (hidden(loaded(plain, "bfloat16")) - exact).norm()
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8 tensor"])
+def test_stored_weights_are_streamed_as_they_are(name: str, tmp_path: Path) -> None:
+    """Numbers, scales and zeros of blocks that are copied to a device before they compute."""
+    quantised, _ = save_quantised(CASES[name], "llama", tmp_path, num_hidden_layers=2, attention_bias=True)
+    checked = check_model(quantised)
+    assert checked.native is not None
+    sizes = stream_bytes(checked.native[1], 4, checked.folder)
+    plan = plan_stream(sizes, 0, sizes[0])
+    spec = replace(checked_spec(checked, dtype="float32", device="cpu"), numbers=Numbers("weight-only"), stream=plan)
+    model = load_checked(checked, spec)
+    assert isinstance(model, NativeModel)
+    assert model.stream is not None
+    assert model.stored_products == 8
+    model.stream.device = LateDevice()
+    assert torch.equal(hidden(model), hidden(loaded(quantised, form="weight-only")))
+    assert model.stream.counts()["offload_weight_bytes"] == sum(sizes)
 
 
 WEIGHT_ONLY = Case(W8A8["per token"].pack, by_groups("int-quantized", num_bits=8, type="int"), "int8 per channel")

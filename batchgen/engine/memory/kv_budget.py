@@ -130,7 +130,8 @@ def allowed_pages(
         if kv_memory is None:
             raise UsageError(
                 f"`--kv-memory`: the largest step takes {format_size(memory.step)} of {format_size(memory.free)} of "
-                "free memory, which leaves no room for keys and values; lower --max-tokens-per-step or --max-num-seqs"
+                "free memory, which leaves no room for keys and values; lower --max-tokens-per-step or "
+                "--max-num-seqs, or add `--offload auto`"
             )
         raise UsageError(f"`--kv-memory`: {budget} bytes hold {allowed} pages of {page} bytes, at least 2 are needed")
     return allowed
@@ -303,6 +304,22 @@ def most_pages(workload: JobWorkload, page_size: int) -> int:
     nodes = -(-(tree.end - tree.start) // page_size) + 1
     outputs = -(-workload.table.max_new_tokens // page_size) + 2
     return int(nodes.sum(dtype=np.int64) + np.dot(outputs.astype(np.int64), workload.samples)) + 2
+
+
+def job_memory(config: EngineConfig, spec: ModelSpec, step: int = 0) -> DeviceMemory:
+    """The memory of the device that a job may use, with its weights loaded; `step`: as for `device_memory`.
+
+    A CPU in the place of a device has the memory of `--device-memory` without the weights that are on the device.
+    """
+    memory, total = device_memory(spec.device, step), config.device_memory
+    if total is None:
+        return memory
+    if spec.device.type == "cuda":
+        total = min(total, memory.total)
+        left = max(0, total - torch.cuda.memory_allocated(spec.device))
+        return replace(memory, total=total, free=min(memory.free, left))
+    weights = 0 if spec.stream is None else spec.stream.device_bytes
+    return DeviceMemory(max(0, total - weights), total, step, exclusive=True)
 
 
 def device_memory(device: torch.device, step: int = 0) -> DeviceMemory:

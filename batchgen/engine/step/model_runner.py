@@ -71,6 +71,8 @@ class ModelRunner:
         self._context = context
         self._sampler = sampler
         self._executors = executors_for(context)
+        stream = context.model.stream
+        self._streamed_before = None if stream is None else stream.counts()
         page_size = context.pool.page_size
         self._decode_tables = [DecodeTable(page_size) for _ in context.pool.parts]
         self.oom_splitter = OOMSplitter(page_size, max_tokens, context.device.release_cache, workload.spans)
@@ -202,6 +204,9 @@ class ModelRunner:
         }
         for executor in self._executors:
             counts |= executor.counts()
+        before, stream = self._streamed_before, context.model.stream
+        if before is not None and stream is not None:
+            counts |= {name: count - before[name] for name, count in stream.counts().items()}
         return counts
 
     def notes(self) -> list[str]:
@@ -210,9 +215,12 @@ class ModelRunner:
 
 
 def executors_for(context: ExecutorContext) -> list[Executor]:
-    """The executors that the backend offers for the context's device, in order of preference."""
+    """The executors that the backend offers for the context's device, in order of preference.
+
+    Streamed weights come by calls between the blocks, which no graph has.
+    """
     executors: list[Executor] = []
-    for support in context.backend.executors:
+    for support in context.backend.executors if context.model.stream is None else ():
         match support:
             case Graphs():
                 if context.device.captures:

@@ -223,6 +223,8 @@ class _Forecaster:
 def _scheduler_config(setup: Setup, workload: JobWorkload, machine: Machine) -> SchedulerConfig:
     """The limits of steps and of the KV pool on a device."""
     engine, spec = setup.config.engine, setup.spec
+    if spec.stream is not None:
+        raise UsageError("`--offload`: batchgen plan does not know the time of copies; batchgen check measures it")
     total = machine.memory if machine.memory is not None else device_memory(spec.device).total
     if total < setup.weight_bytes:
         raise UsageError(

@@ -81,6 +81,8 @@ def with_share(setup: Setup, threads: int, of: int) -> RunConfig:
         free = psutil.virtual_memory().available - of * setup.weight_bytes
         budget = max(1, int(free * AUTO_SHARE))
     share = budget / of if isinstance(budget, float) else None if budget is None else budget // of
+    if setup.spec.stream is not None:  # each has the memory of --device-memory
+        share = config.engine.kv_memory
     engine = replace(config.engine, kv_memory=share, gpu_memory_utilization=None, cpu_threads=threads, device="cpu")
     return replace(config, engine=engine, replicas=None, ray=None)
 

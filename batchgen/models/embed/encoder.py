@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from batchgen.errors import ModelError
+from batchgen.kernels.stream import LayerStream
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.checkpoint.folder import ModelFolder
 from batchgen.models.checkpoint.stored_tensors import check_unread
@@ -142,6 +143,7 @@ class EncoderModel:
 
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         self.spec = spec
+        self.stream: LayerStream | None = None
         self.separator: int | None = None
         """Id of the token from which on tokens of a row have the second type; None: all have the first."""
         self._model, self._first, self._lengths = model, _first_position(model), list[list[int]]([[]])

@@ -10,13 +10,14 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from batchgen.errors import ModelError, library_errors
 from batchgen.kernels.device import device_for
 from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import TORCH_OPS
 from batchgen.kernels.ranks import ALONE, Ranks
+from batchgen.kernels.stream import LayerStream, StreamPlan, in_lines, plan_stream
 from batchgen.models.base import ModelSpec, windows_within
 from batchgen.models.checkpoint.folder import ModelFolder, placed
 from batchgen.models.checkpoint.stored_tensors import (
@@ -42,6 +43,7 @@ from batchgen.models.library.meta import (
     use_our_attention,
 )
 from batchgen.models.library.model import HookedModel, TransformersModel, silence_library
+from batchgen.models.library.module_discovery import block_bytes, block_parameters, decoder_blocks
 from batchgen.models.library.parallel import Cut
 from batchgen.models.library.probe import ProbeAttention
 from batchgen.models.library.rope import LibraryRope
@@ -52,6 +54,7 @@ from batchgen.models.library.text import (
     is_unread,
     library_contexts,
     renamed_keys,
+    text_decoder,
     text_runs_alone,
 )
 from batchgen.models.lora.config import Adapter
@@ -90,6 +93,7 @@ def transformers_spec(
         cut.apply(model)
         cut.exchange(model, lambda x: x)
         store_latents(model)
+        blocks = block_bytes(text_decoder(model), model, dtype.itemsize)
         longest, context = context, min(context, limit or context)
         uses, states, hooks = probe_layers(model, context)
     contexts, traits = library_contexts(text), media_traits(folder)
@@ -124,6 +128,7 @@ def transformers_spec(
         deepstack=traits.deepstack,
         bidirectional=traits.bidirectional,
         ranks=ranks,
+        block_bytes=blocks,
     )
 
 
@@ -136,21 +141,26 @@ def load_transformers(
         ModelError: weights are missing, or the logits differ from the library's.
     """
     with silence_library(), torch.no_grad():
+        home, stream = spec.device if spec.stream is None else torch.device("cpu"), None
         cls = text_class(config)
         whole = meta_model(config, cls) if spec.ranks.count > 1 else None
         cut = Cut(spec.ranks, whole)
-        model = causal_part(_read_weights(config, spec, folder, cls, cut, whole))
+        model = causal_part(_read_weights(config, spec, folder, cls, cut, whole).to(home))
         cut.apply(model)
         rope = LibraryRope(model, spec.context_length)
         sites = library_sites(model if whole is None else causal_part(whole))
         handles = cut.exchange(model)
-        expected = library_logits(model, spec)
+        expected = library_logits(model, replace(spec, device=home))
         for handle in handles:
             handle.remove()
-        ids = expected.ids
         use_our_attention(model)
         store_latents(model)
-        stack_projections(model, spec.numbers.products)
+        if spec.stream is None:
+            stack_projections(model, spec.numbers.products)
+        else:  # views of a slot cannot be stacked
+            stream, expected = _stream_blocks(model, spec.stream, spec.device), expected.to(spec.device)
+            spec = replace(spec, stream=spec.stream if stream is None else stream.plan)
+        ids = expected.ids
         experts = install_experts(model)
         cut.exchange(model)
         probe = ProbeAttention()
@@ -160,12 +170,43 @@ def load_transformers(
             "differs from the meta device"
         )
         loaded = _check_logits(hooked, spec, expected)
+        loaded.stream = stream
         hooked.experts, hooked.rope = experts, rope
         if experts.layers and spec.device.type == "cuda":
             _check_experts(loaded, experts, expected)
         if adapters:
             _add_adapters(hooked, model, ids, fit_adapters(adapters, sites, tower_test(folder)), sites, cut)
         return loaded
+
+
+def _stream_blocks(model: Any, plan: StreamPlan, device: torch.device) -> LayerStream | None:
+    """Move a model that is on the host to the device, but for the parameters of the blocks that are streamed.
+
+    Buffers of blocks stay on the device: they are small, and modules may write to them. Parameters may have other
+    dtypes than `plan` counts, so that the same number of bytes is planned again for them.
+
+    Returns:
+        What copies the blocks, called by hooks; None: all fit.
+    """
+    decoder: Any = text_decoder(model)
+    parameters, blocks = block_parameters(decoder, model), decoder_blocks(decoder)
+    sizes = [sum(in_lines(own.nbytes) for own in block) for block in parameters]
+    plan = plan_stream(sizes, plan.others, plan.device_bytes + max(0, sum(sizes) - sum(plan.blocks)))
+    if not plan.streamed:
+        model.to(device)
+        return None
+    stream = LayerStream(plan, device_for(device))
+    for number in plan.streamed:
+        own, parameters[number] = parameters[number], []  # a block's memory is freed before the next one is copied
+        places = stream.move(number, (each.data for each in own))
+        moved = {id(old): nn.Parameter(new, requires_grad=False) for old, new in zip(own, places, strict=True)}
+        for module in blocks[number].modules():
+            for name, each in module._parameters.items():
+                module._parameters[name] = moved.get(id(each), each)
+        blocks[number].register_forward_pre_hook(lambda *_, number=number: stream.enter(number))
+        blocks[number].register_forward_hook(lambda *_, number=number: stream.leave(number))
+    model.to(device)
+    return stream
 
 
 def _add_adapters(
@@ -201,7 +242,7 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any, c
     layers = int(decoder_config(config).num_hidden_layers)
     spare = {*folder.spare, *(target for _, target, _ in library_names(model, folder.spare, renamed))}
     check_unread(folder, [name for name in others if name not in spare], layers)
-    return model.eval().to(spec.device)
+    return model.eval()
 
 
 def library_model(

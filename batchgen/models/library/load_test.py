@@ -35,6 +35,10 @@ class Expected:
     logits: tuple[Tensor, ...]
     """[7, V] float32 of each sequence: this rank's columns."""
 
+    def to(self, device: torch.device) -> Expected:
+        """The same on another device."""
+        return Expected(self.ids.to(device), self.starts, tuple(each.to(device) for each in self.logits))
+
     def difference(self, model: Model, ops: Ops) -> float:
         """Relative difference of a token's logits: the maximum over tokens in float32, the median in lower precision.
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.errors import ModelError
+from batchgen.kernels.stream import LayerStream
 from batchgen.kernels.types import Attention, AttentionArgs
 from batchgen.models.base import ModelInput, ModelSpec, TokenEmbeds
 from batchgen.models.library.latent import absorbed_projection
@@ -321,6 +322,7 @@ class TransformersModel:
     """`Model` of the transformers path, created by `load_transformers`."""
 
     def __init__(self, model: HookedModel, spec: ModelSpec) -> None:
+        self.stream: LayerStream | None = None
         self._model = model
         self.spec = spec
 

@@ -8,6 +8,7 @@ captured.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from batchgen.kernels.stream import in_lines
 from batchgen.models.base import CaptureSpec
 
 
@@ -64,7 +66,7 @@ def find_hooks(decoder: nn.Module, run: Callable[[], Any], tokens: int) -> Model
         tokens: at least 2, otherwise positions would look like expert choices.
     """
     assert tokens > 1
-    blocks = _blocks(decoder)
+    blocks = decoder_blocks(decoder)
     seen: list[Tensor] = []
     chosen: list[tuple[int, nn.Module, int]] = []
     with ExitStack() as stack:
@@ -85,7 +87,7 @@ def find_hooks(decoder: nn.Module, run: Callable[[], Any], tokens: int) -> Model
     return ModelHooks(blocks, tuple((number, module) for number, module, _ in chosen), sizes.pop())
 
 
-def _blocks(decoder: nn.Module) -> tuple[nn.Module, ...]:
+def decoder_blocks(decoder: nn.Module) -> tuple[nn.Module, ...]:
     """The decoder's blocks: the only outermost list of modules that all contain attention; empty if not unique."""
     lists: list[tuple[str, list[nn.Module]]] = []
     for name, module in decoder.named_modules():
@@ -95,6 +97,22 @@ def _blocks(decoder: nn.Module) -> tuple[nn.Module, ...]:
         if blocks and not nested and all(map(_has_attention, blocks)):
             lists.append((name, blocks))
     return tuple(lists[0][1]) if len(lists) == 1 else ()
+
+
+def block_parameters(decoder: nn.Module, model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each block of a model's decoder that no other module has; empty if no blocks are found."""
+    blocks = decoder_blocks(decoder)
+    uses = Counter(id(own) for module in model.modules() for own in module._parameters.values())
+    inside = [Counter(id(own) for module in block.modules() for own in module._parameters.values()) for block in blocks]
+    return [
+        [own for own in block.parameters() if counts[id(own)] == uses[id(own)]]
+        for block, counts in zip(blocks, inside, strict=True)
+    ]
+
+
+def block_bytes(decoder: nn.Module, model: nn.Module, itemsize: int) -> tuple[int, ...]:
+    """Bytes of the parameters of each block, as `LayerStream` copies them, with numbers of `itemsize` bytes."""
+    return tuple(sum(in_lines(own.numel() * itemsize) for own in block) for block in block_parameters(decoder, model))
 
 
 def _has_attention(module: nn.Module) -> bool:

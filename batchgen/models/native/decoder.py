@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -16,12 +17,15 @@ from torch import Tensor
 
 from batchgen.kernels.backend import fused_decoder
 from batchgen.kernels.decoder import DecoderLayer, DecoderWeights, FusedDecoder
+from batchgen.kernels.device import device_for
 from batchgen.kernels.heads import HeadNorms
+from batchgen.kernels.layouts import Move
 from batchgen.kernels.linear import Embedding, Linear, Product, repacks
 from batchgen.kernels.lora import LoraPairs, scale_products
 from batchgen.kernels.ranks import ALONE, Ranks
 from batchgen.kernels.rope import inverse_frequencies
 from batchgen.kernels.rope_config import RopeConfig
+from batchgen.kernels.stream import LayerStream
 from batchgen.kernels.types import AttentionArgs, LayerKV, PagedAttention
 from batchgen.models.base import ModelInput, ModelSpec, windows_within
 from batchgen.models.checkpoint.folder import ModelFolder
@@ -29,7 +33,7 @@ from batchgen.models.checkpoint.weights import WeightReader
 from batchgen.models.lora.adapters import AdaptedEnds, adapted_ends, adapter_reader, fused_pair
 from batchgen.models.lora.config import Adapter
 from batchgen.models.native.config import NativeConfig
-from batchgen.models.native.own_integers import OwnIntegers
+from batchgen.models.native.own_integers import OwnIntegers, stream_bytes
 from batchgen.models.native.ranks import rank_ends, rank_pair
 from batchgen.models.native.weights import EMBEDDING, HEAD, FusedTensor, NativeLayout, adapted_parts, native_sites
 
@@ -48,8 +52,11 @@ class NativeModel:
         rope: RopeConfig,
         ends: AdaptedEnds | None = None,
         integers: OwnIntegers | None = None,
+        stream: LayerStream | None = None,
     ) -> None:
         self.spec = spec
+        self.stream = stream
+        """What copies blocks to the device; None: all are there."""
         self._weights = weights
         self._head = head
         self._rope = rope
@@ -71,7 +78,7 @@ class NativeModel:
             for layer in self._weights.layers
         ]
         weights, head = replace(self._weights, layers=layers), self._head.with_product(product)
-        return NativeModel(self.spec, weights, head, self._rope, self._ends)
+        return NativeModel(self.spec, weights, head, self._rope, self._ends, stream=self.stream)
 
     def fit_positions(self, longest: int) -> None:
         """See `Model.fit_positions`."""
@@ -130,7 +137,8 @@ class NativeModel:
         following = [*(layer.input_norm for layer in layers[1:]), weights.norm]  # L x [H]
         needed = inputs.last_layer_rows(len(layers))
         normed = ops.rms_norm(x, layers[0].input_norm, eps)  # [T, H]
-        for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
+        streamed = layers if self.stream is None else self.stream.over(layers)
+        for index, (layer, next_norm) in enumerate(zip(streamed, following, strict=True)):
             attended = step.attend(index, normed)  # [T, N * D]
             if needed is not None and layer is layers[-1]:
                 x, attended = x[needed], attended[needed]  # from here on T is W
@@ -263,6 +271,7 @@ def native_spec(
         tiled_adapters=all(map(sites.is_tiled, adapters)),
         unscaled_context=config.contexts.unscaled_of(context_length),
         ranks=ranks,
+        block_bytes=stream_bytes(layout, dtype.itemsize),
     )
 
 
@@ -284,10 +293,14 @@ def load_native(
         loader = _Loader(reader, spec, layout, integers)
         embedding = loader.tensor(layout.embedding)
         changes = _load_adapters(loader, layout, adapters, spec.ranks)
-        layers = [
-            _load_layer(layer, loader, config.windows[i], config.rms_eps, changes[i] if changes else {})
-            for i, layer in enumerate(layout.layers)
-        ]
+        plan, numbers = spec.stream, replace(spec.numbers, products="plain")
+        on_host = _Loader(reader, replace(spec, device=torch.device("cpu"), numbers=numbers), layout, integers)
+        stream = LayerStream(plan, device_for(spec.device)) if plan is not None and plan.streamed else None
+        layers = []
+        for i, layer in enumerate(layout.layers):
+            move = partial(stream.move, i) if stream is not None and i in stream.plan.streamed else None
+            own, lora = loader if move is None else on_host, changes[i] if changes else {}
+            layers.append(_load_layer(layer, loader, config.windows[i], config.rms_eps, lora, own, move))
         norm = loader.tensor(layout.norm)
         tied = layout.head is None
         head_weight = embedding if layout.head is None else loader.tensor(layout.head) if spec.adapts_head else None
@@ -315,8 +328,8 @@ def load_native(
         rope_scale=rope_scale,
         layers=layers,
     )
-    model = NativeModel(spec, weights, head, config.rope, ends, integers)
-    model.stored_products = loader.stored_products
+    model = NativeModel(spec, weights, head, config.rope, ends, integers, stream)
+    model.stored_products = loader.stored_products + on_host.stored_products
     return model
 
 
@@ -377,9 +390,19 @@ class _Loader:
 
 
 def _load_layer(
-    tensors: Mapping[str, FusedTensor], loader: _Loader, window: int | None, eps: float, lora: Mapping[str, LoraPairs]
+    tensors: Mapping[str, FusedTensor],
+    loader: _Loader,
+    window: int | None,
+    eps: float,
+    lora: Mapping[str, LoraPairs],
+    own: _Loader,
+    move: Move | None,
 ) -> DecoderLayer:
-    linears = {name: loader.linear(tensors[name], tensors.get(f"{name}_bias")) for name in _LINEARS}
+    """`own` reads the linear layers, which `move` takes to their places if the block is streamed."""
+    linears = {}
+    for name in _LINEARS:
+        linear = own.linear(tensors[name], tensors.get(f"{name}_bias"))
+        linears[name] = linear if move is None else linear.moved(move)
     input_norm, post_norm = loader.tensor(tensors["input_norm"]), loader.tensor(tensors["post_norm"])
     head_norms = None
     if "q_norm" in tensors and "k_norm" in tensors:

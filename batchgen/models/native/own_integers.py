@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from types import TracebackType
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from batchgen.kernels.cpu.matmul import int8_bytes
 from batchgen.kernels.quantization import FP8, INT4, INT8, GroupedWeight, groups_of, in_four_bits
+from batchgen.kernels.stream import in_lines
 from batchgen.models.base import Form
 from batchgen.models.checkpoint.dequantise import StoredNumbers
 from batchgen.models.checkpoint.folder import ModelFolder
@@ -175,6 +177,23 @@ def weight_form(fused: FusedTensor, tensors: Sequence[StoredTensor]) -> WeightFo
         return None
     small = all(isinstance(tensor, PackedTensor) and tensor.bits <= 4 for tensor in tensors)
     return WeightForm(outer, inner, size, 4 if small else 8, floats)
+
+
+def stream_bytes(layout: NativeLayout, itemsize: int, numbers: ModelFolder | None = None) -> tuple[int, ...]:
+    """Bytes of the linear layers of each block, as `LayerStream` copies them; the vectors of norms are not streamed.
+
+    `numbers`: the folder whose stored numbers are kept for products of full inputs where they fit; None: none are.
+    """
+
+    def nbytes(fused: FusedTensor) -> int:
+        stored = [numbers.tensors[name] for name, _ in fused.parts] if numbers is not None and fused.columns else []
+        own = weight_form(fused, stored) if stored else None
+        if own is None:
+            return in_lines(prod(fused.shape) * itemsize)
+        sizes = (own.size * own.bits // 8, 4, *([1] if own.bits == 4 else []))
+        return sum(in_lines(own.outer * own.groups * size) for size in sizes)
+
+    return tuple(sum(nbytes(x) for name, x in layer.items() if not name.endswith("_norm")) for layer in layout.layers)
 
 
 def weight_forms(layout: NativeLayout, folder: ModelFolder) -> list[WeightForm]:

@@ -1,0 +1,55 @@
+"""Streamed models through the commands, and the command that measures them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from tests.docs.results_tables import offload_table
+from tests.e2e.model import save_model
+from tests.e2e.offload import measure
+from tests.e2e.runner import run
+
+
+def test_check_says_what_fits_and_the_run_copies_that(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", num_hidden_layers=8)
+    rows = [{"text": f"Row {i}", "max_new_tokens": 5, "ignore_eos": True, "temperature": 0} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["rows.jsonl", "--model", model, "--device", "cpu", "--dtype", "float32", "--attention", "torch"]
+    streamed = ["--offload", "auto", "--device-memory", "2300KiB", "--kv-memory", "1MiB"]
+    report = json.loads(run(["check", *options, *streamed, "--json"], tmp_path).stdout)["offload"]
+    assert report["streamed_blocks"] > 0
+    assert report["device_weight_bytes"] + report["kv_bytes"] + report["step_bytes"] <= 2300 << 10
+    assert "are copied to it in every step" in run(["check", *options, *streamed], tmp_path).stdout
+    engines: list[dict[str, Any]] = []
+    for name, more in (("whole", []), ("streamed", streamed)):
+        done = run(["run", *options, *more, "-o", f"{name}.parquet", "--report", "-"], tmp_path)
+        engines.append(done.report["engine"])
+    whole, parts = (pq.read_table(tmp_path / f"{name}.parquet")["output_ids"] for name in ("whole", "streamed"))
+    assert whole == parts
+    assert engines[1]["offload_weight_bytes"] == engines[1]["offload_planned_bytes"]
+    assert engines[1]["offload_weight_bytes"] == engines[1]["offload_passes"] * report["pass_bytes"] > 0
+    assert "offload_passes" not in engines[0]
+
+
+def test_replicas_stream_by_themselves(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", num_hidden_layers=8)
+    rows = [{"text": f"Row {i}", "max_new_tokens": 5, "temperature": 0} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["rows.jsonl", "--model", model, "--device", "cpu", "--dtype", "float32", "--attention", "torch"]
+    streamed = ["--offload", "auto", "--device-memory", "2300KiB", "--kv-memory", "1MiB", "--replicas", "2"]
+    run(["run", *options, "-o", "whole.parquet"], tmp_path)
+    run(["run", *options, *streamed, "-o", "two.parquet"], tmp_path)
+    whole, two = (pq.read_table(tmp_path / f"{name}.parquet")["output_ids"] for name in ("whole", "two"))
+    assert whole == two
+
+
+def test_figures_have_a_table() -> None:
+    lines = list(measure("random:5m", "cpu", (0.5,), rows=4, prompt=5, tokens=3))
+    assert [line["share"] for line in lines] == [None, 0.5]
+    assert all(line["same_tokens"] for line in lines)
+    assert lines[1]["copied_bytes"] == lines[1]["planned_bytes"] > 0
+    assert len(offload_table(lines)) == 4 + len(lines)
