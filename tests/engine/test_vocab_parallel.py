@@ -74,6 +74,8 @@ def push(logits: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
 class CutModel:
     """A model of which each rank computes everything but the logits of the others' tokens."""
 
+    stream = None
+
     def __init__(self, model: Model, ranks: Ranks) -> None:
         self._model = model
         self._spec = replace(model.spec, ranks=ranks)
