@@ -9,10 +9,10 @@ from multiprocessing.connection import Connection
 
 from batchgen.engine.engine import Engine
 from batchgen.engine.parallel.peers import Alone, Leader, Load, Peers, Start, Superseded, WarmUp, receive_from
-from batchgen.engine.parallel.process_ranks import ProcessRanks
+from batchgen.engine.parallel.process_ranks import ProcessRanks, RankLost
 from batchgen.engine.running import Running
 from batchgen.engine.settings import WorkRecord
-from batchgen.errors import DeviceError, ErrorInfo
+from batchgen.errors import ErrorInfo
 from batchgen.models.base import ModelSpec
 from batchgen.text.helper_process import begin
 
@@ -72,7 +72,7 @@ def _follow(messages: Connection, results: Connection) -> None:
                 message = receive()
             except Superseded as later:
                 message = later.message
-    except DeviceError:  # of an exchange with a rank that has ended
+    except RankLost:  # which says why itself
         return
     except Exception as problem:
         with suppress(OSError):

@@ -110,6 +110,8 @@ class Loop:
         self._sequences: dict[int, Sequence] = {}
         self._prompt_only: set[int] = set()
         """Sequences that only compute their prompt; their one sampled token is discarded."""
+        self._token_sum = 0
+        """Sum of all tokens that were drawn: ranks with other sums would wait for one another without end"""
         self.over = False
         """Whether `run` has ended, so that the pool is not used any more."""
         self.state = LoopState(kv_pages=max(0, pool.num_pages - 1))
@@ -190,13 +192,15 @@ class Loop:
         for observer in self._observers:
             observer.begin()
 
-        def news() -> tuple[bool, list[tuple[int, ErrorInfo]]]:
-            return stop(), [failed for observer in self._observers for failed in observer.failed()]
+        def news() -> tuple[bool, list[tuple[int, ErrorInfo]], int]:
+            return stop(), [failed for observer in self._observers for failed in observer.failed()], self._token_sum
 
         while True:
-            stopped, failed = self.peers.agree(news)
+            stopped, failed, token_sum = self.peers.agree(news)
             if stopped:
                 break
+            if token_sum != self._token_sum:
+                raise DeviceError("this process has drawn other tokens than rank 0, which is a fault of batchgen")
             # Nothing is yielded before the step is issued: a caller may leave then, and other ranks wait for the step.
             ready = [group for request, error in failed for group in self._fail_request(request, error)]
             plan = self._scheduler.step()
@@ -317,6 +321,7 @@ class Loop:
         sampled, rows = self._runner.read(in_flight), in_flight.rows
         if rows is None:
             return 0
+        self._token_sum += int(sampled.tokens.sum())
         for logprobs in sampled.logprobs:
             self._logprobs.append(rows, logprobs)
         notified, dropped = self._batch.append_tokens(rows, sampled.tokens, sampled.errors.keys() | sampled.exhausted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -16,7 +17,9 @@ import pytest
 import torch
 
 from batchgen import Engine
-from batchgen.errors import BatchgenError
+from batchgen.engine.front_end import FrontEnd
+from batchgen.engine.parallel.peers import Peers
+from batchgen.errors import BatchgenError, DeviceError
 from batchgen.kernels.grouped import GroupedPool
 from tests.e2e.mixed import mixed_options, mixed_rows
 from tests.e2e.processors import PAUSED, PAUSING
@@ -65,6 +68,21 @@ def test_a_job_that_a_caller_leaves_is_followed_by_another(model: Path) -> None:
             pass
         job.close()
     assert [c.text for c in engine.generate(ROWS, ordered=True)] == expected
+
+
+class _Astray(Peers):
+    """Rank 0 as another process would hear it that has drawn other tokens in the first step."""
+
+    def agree(self, value: Callable[[], Any]) -> Any:
+        known = value()
+        return (*known[:2], known[2] + 1) if isinstance(known, tuple) and known[2:] and known[2] else known
+
+
+def test_a_process_that_draws_other_tokens_ends(engine: Engine) -> None:
+    front_end = FrontEnd.build(engine.config, engine.model.spec, engine.tokenizer, {})
+    astray = Engine.from_front_end(engine.model, front_end, _Astray())
+    with pytest.raises(DeviceError, match="has drawn other tokens than rank 0"):
+        list(astray.generate(ROWS))
 
 
 def command(model: Path, folder: Path, rows: list[dict[str, Any]], *options: object) -> list[object]:

@@ -69,6 +69,10 @@ class ProcessRanks(Ranks):
         return out
 
 
+class RankLost(DeviceError):
+    """An exchange with a rank that has ended."""
+
+
 def lost(problem: BaseException) -> DeviceError:
-    """The error of an exchange with a rank that has ended."""
-    return DeviceError(f"a process of --tensor-parallel has ended ({str(problem).splitlines()[0][:200]})")
+    """The error of an exchange that failed."""
+    return RankLost(f"a process of --tensor-parallel has ended ({str(problem).splitlines()[0][:200]})")

@@ -110,7 +110,7 @@ class ModelRunner:
         decodes_first = split and any(executor.takes_decodes(plan) for executor in self._executors)
         if not split:
             parts = [Part(plan, run(plan))]
-        elif self._context.pool.states is None:
+        elif self._context.pool.states is None and self._context.model.spec.ranks.count == 1:
             parts = self.oom_splitter.run(plan, run, decodes_first=decodes_first)
         else:
             plans = split_decodes(plan) if decodes_first else (plan,)
@@ -118,7 +118,7 @@ class ModelRunner:
         return self._in_flight(plan, parts, running)
 
     def _run_whole(self, plan: StepPlan, run: Callable[[StepPlan], Issued]) -> Issued:
-        """Run a step of a model with recurrent layers: a part would go on from states that a failed try has written.
+        """Run a step that is not split: other ranks would not do so, or recurrent states are those of a failed try.
 
         Raises:
             DeviceError: it does not fit into memory.
@@ -128,9 +128,10 @@ class ModelRunner:
         except (RuntimeError, MemoryError) as problem:
             if not is_out_of_memory(problem):
                 raise
+            why = "as the model has recurrent layers" if self._context.pool.states else "among several processes"
             raise DeviceError(
-                f"out of memory in a step of {plan.tokens} tokens, which is not split as the model has recurrent "
-                "layers; lower --max-tokens-per-step or --max-num-seqs"
+                f"out of memory in a step of {plan.tokens} tokens, which is not split {why}; lower "
+                "--max-tokens-per-step or --max-num-seqs"
             ) from None
 
     def _issue(
