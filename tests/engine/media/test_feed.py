@@ -207,7 +207,7 @@ def test_a_step_takes_features_from_where_they_are(folder: Path, monkeypatch: py
 def test_features_on_the_device_are_part_of_the_memory_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values get as much less of a device as features may take."""
     memory = DeviceMemory(free=1 << 20, total=1 << 20, exclusive=True)
-    monkeypatch.setattr(engine_module, "device_memory", lambda *_: memory)
+    monkeypatch.setattr(engine_module, "job_memory", lambda *_: memory)
     rows = [row(f"{n} #", picture(n), max_new_tokens=100) for n in range(3, 43)]
     pools = []
     for device in (HOST, LateDevice()):
