@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 
 from tests.docs.results_tables import offload_table
 from tests.e2e.model import save_model
@@ -35,12 +36,13 @@ def test_check_says_what_fits_and_the_run_copies_that(tmp_path: Path) -> None:
     assert "offload_passes" not in engines[0]
 
 
-def test_replicas_stream_by_themselves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("several", ["--replicas", "--tensor-parallel"])
+def test_each_of_several_processes_streams_by_itself(several: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", num_hidden_layers=8)
     rows = [{"text": f"Row {i}", "max_new_tokens": 5, "temperature": 0} for i in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["rows.jsonl", "--model", model, "--device", "cpu", "--dtype", "float32", "--attention", "torch"]
-    streamed = ["--offload", "auto", "--device-memory", "2300KiB", "--kv-memory", "1MiB", "--replicas", "2"]
+    streamed = ["--offload", "auto", "--device-memory", "2300KiB", "--kv-memory", "1MiB", several, "2"]
     run(["run", *options, "-o", "whole.parquet"], tmp_path)
     run(["run", *options, *streamed, "-o", "two.parquet"], tmp_path)
     whole, two = (pq.read_table(tmp_path / f"{name}.parquet")["output_ids"] for name in ("whole", "two"))

@@ -87,6 +87,22 @@ def test_results_are_those_of_the_whole_model_and_a_pass_copies_what_is_planned(
     assert counts(engine) == {**counts(engine), **{key: done[key] for key in done if key.startswith("offload_")}}
 
 
+@pytest.mark.parametrize(("share", "streamed"), [(0.5, True), (0.75, True), (0.85, True), (1.3, False)])
+def test_the_device_is_divided_without_a_size_of_the_cache(share: float, streamed: bool, tmp_path: Path) -> None:
+    """`share`: of the device, relative to the weights."""
+    save_with_words("llama", tmp_path, num_hidden_layers=12, hidden_size=128, intermediate_size=256)
+    whole, expected = run(tmp_path)
+    limit = int(whole.model.spec.parameters * 4 * share)
+    engine, got = run(tmp_path, offload="auto", device_memory=limit)
+    assert_all_same(got, expected)
+    plan = engine.model.spec.stream
+    assert plan is not None
+    assert bool(plan.streamed) == streamed
+    assert plan.device_bytes <= limit * (0.5 if streamed else 0.8)
+    assert engine.last_run is not None
+    assert plan.device_bytes + engine.last_run.pool.nbytes <= limit
+
+
 def test_which_blocks_are_streamed_changes_no_bit(tmp_path: Path) -> None:
     save_with_words("llama", tmp_path, num_hidden_layers=6)
     spec = Engine(str(tmp_path), dtype="float32", device="cpu").model.spec

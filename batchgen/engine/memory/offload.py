@@ -20,7 +20,7 @@ from batchgen.request.printable import format_size
 
 STEP_SHARE: Final = 1 / 8
 """Share of a device's memory for steps, next to streamed weights."""
-_FITS: Final = 0.9
+_FITS: Final = 0.8
 """Share of a device's memory that all weights may take without being streamed, if `--kv-memory` does not say."""
 _SHARE: Final = 0.5
 """Share of it for weights if some are streamed: rows in a step, by which the cost of a pass is divided, need memory."""
