@@ -26,17 +26,17 @@ from tests.e2e.processors import PAUSED, PAUSING
 from tests.e2e.rows import write_lines
 from tests.e2e.runner import run, start
 from tests.e2e.same import RunResult, assert_equal
-from tests.kernels.thread_ranks import in_ranks
 from tests.models.loading import load_model
+from tests.models.test_library_parallel import in_turns
 
 SMALL = {"dtype": "float32", "page_size": 8, "max_num_seqs": 32, "max_tokens_per_step": 64}
 ROWS = [{"id": f"id {i}", "text": f"Hello {i % 7}", "max_new_tokens": 4 + i % 9, "temperature": 0.7} for i in range(40)]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_mixed_rows_equal_those_of_one_process(count: int, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "path"), [(2, "native"), (4, "native"), (2, "transformers")])
+def test_mixed_rows_equal_those_of_one_process(count: int, path: str, model: Path, tmp_path: Path) -> None:
     """All fields: penalties, masks, constraints, logprobs, hidden states, adapters, processors, embeddings."""
-    options, rows = mixed_options(model, tmp_path), mixed_rows(80, seed=3)
+    options, rows = {**mixed_options(model, tmp_path), "model_impl": path}, mixed_rows(60, seed=3)
     expected = RunResult.of(Engine(str(model), **SMALL, **options), rows)
     found = RunResult.of(Engine(str(model), **SMALL, **options, tensor_parallel=count), rows)
     assert found.completions.keys() == expected.completions.keys()
@@ -157,14 +157,15 @@ def tensor_bytes(root: object) -> int:
     return sum(sizes.values())
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_check_says_what_each_process_needs(count: int, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "path"), [(2, "native"), (4, "native"), (2, "transformers")])
+def test_check_says_what_each_process_needs(count: int, path: str, model: Path, tmp_path: Path) -> None:
     # No library packs weights of float16 in another layout.
     words = command(model, tmp_path, ROWS, "--tensor-parallel", count, "--attention", "torch", "--dtype", "float16")
+    words += ["--model-impl", path]
     report = json.loads(run(["check", *words[1:], "--json"], tmp_path).stdout)
     planned = report["ranks"]
-    options: Any = {"dtype": "float16", "device": "cpu", "products": "torch"}
-    models = in_ranks(count, lambda ranks: load_model(model, **options, ranks=ranks))
+    options: Any = {"dtype": "float16", "device": "cpu", "products": "torch", "implementation": path}
+    models = in_turns(count, lambda ranks: load_model(model, **options, ranks=ranks))
     small = 4096  # rotary frequencies and empty tensors
     for loaded, needs in zip(models, planned, strict=True):
         assert needs["weights"] <= tensor_bytes(loaded) < needs["weights"] + small
