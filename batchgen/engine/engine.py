@@ -330,7 +330,8 @@ class Engine:
     ) -> Iterator[list[Completion]]:
         yield from ([c] for c in failed)
         if len(table):
-            loop = self.start(table, emit=emit).loop
+            with self._peers.together():
+                loop = self.start(table, emit=emit).loop
             yield from loop.run(lambda: bar.step(loop.state.output_tokens))
 
     def start(
@@ -352,6 +353,8 @@ class Engine:
         """
         spec = self.model.spec
         aside, alone = ({}, ()) if record is None else (dict(record.set_aside), list(record.alone))
+        if self.last_run is not None:
+            self.last_run.loop.replaced = spec.ranks.count > 1
         self._peers.tell(Start(table, done, scaled, emit is not None, aside, alone))
         if spec.unscaled_context is not None:
             self.scaled_positions = table.longest > spec.unscaled_context if scaled is None else scaled

@@ -6,15 +6,21 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Final
 
 from batchgen.engine.engine import Engine
 from batchgen.engine.parallel.peers import Alone, Leader, Load, Peers, Start, Superseded, WarmUp, receive_from
-from batchgen.engine.parallel.process_ranks import ProcessRanks, RankLost
+from batchgen.engine.parallel.process_ranks import LostRank, ProcessRanks
 from batchgen.engine.running import Running
+from batchgen.engine.sampling import constraints
 from batchgen.engine.settings import WorkRecord
-from batchgen.errors import ErrorInfo
+from batchgen.errors import ErrorInfo, UsageError
 from batchgen.models.base import ModelSpec
 from batchgen.text.helper_process import begin
+from batchgen.text.stops import search
+
+_PATIENCE: Final = 3
+"""How many times as long a row may take here: rank 0 decides which ones take too long."""
 
 
 class _Given(WorkRecord):
@@ -46,10 +52,12 @@ def _follow(messages: Connection, results: Connection) -> None:
     try:
         ranks = ProcessRanks(load.rank, load.config.tensor_parallel)
         ranks.in_order = load.config.deterministic
-        results.send("")
 
         def connect(spec: ModelSpec) -> Peers:
+            results.send("")
             ranks.connect(load.port, spec.device)
+            constraints.MAX_SECONDS *= _PATIENCE
+            search.SEARCH_SECONDS *= _PATIENCE
             return Leader(receive)
 
         engine = Engine.of_rank(load.config, ranks, connect, load.numbers)
@@ -72,7 +80,9 @@ def _follow(messages: Connection, results: Connection) -> None:
                 message = receive()
             except Superseded as later:
                 message = later.message
-    except RankLost:  # which says why itself
+            except UsageError:  # rank 0 reports it
+                message = receive()
+    except LostRank:
         return
     except Exception as problem:
         with suppress(OSError):

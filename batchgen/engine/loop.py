@@ -27,7 +27,7 @@ from batchgen.engine.step.model_runner import InFlightStep, ModelRunner
 from batchgen.engine.step.sampler import Sampler
 from batchgen.engine.step.step_times import StepTimes
 from batchgen.engine.workload import JobWorkload
-from batchgen.errors import DeviceError, ErrorInfo, row_error
+from batchgen.errors import DeviceError, ErrorInfo, UsageError, row_error
 from batchgen.kernels.grouped import GroupedPool
 from batchgen.kernels.sampling import SamplingColumns
 from batchgen.plan.length_predictor import EXACT, LengthPredictor
@@ -112,6 +112,12 @@ class Loop:
         """Sequences that only compute their prompt; their one sampled token is discarded."""
         self._token_sum = 0
         """Sum of all tokens that were drawn: ranks with other sums would wait for one another without end"""
+        self._may_be_slow = resources.model.spec.ranks.count > 1 and any(
+            params.constraint or params.stop_regex for params in workload.table.params
+        )
+        """Whether rows have what is given up when it takes long, which differs between ranks."""
+        self.replaced = False
+        """Whether another job was begun, which the engines of other ranks now run."""
         self.over = False
         """Whether `run` has ended, so that the pool is not used any more."""
         self.state = LoopState(kv_pages=max(0, pool.num_pages - 1))
@@ -153,7 +159,8 @@ class Loop:
         """Generate until everything is done or `stop` returns True; unfinished prompts yield nothing."""
         try:
             if self._context.device.captures and (forecast := self._forecast()) is not None:
-                self._runner.prepare(forecast)
+                with self.peers.together():
+                    self._runner.prepare(forecast)
             yield from self._open.without_steps()
             with DeferredGC() as deferred_gc:
                 yield from self._steps(stop, deferred_gc)
@@ -196,36 +203,44 @@ class Loop:
             return stop(), [failed for observer in self._observers for failed in observer.failed()], self._token_sum
 
         while True:
-            stopped, failed, token_sum = self.peers.agree(news)
-            if stopped:
-                break
-            if token_sum != self._token_sum:
-                raise DeviceError("this process has drawn other tokens than rank 0, which is a fault of batchgen")
-            # Nothing is yielded before the step is issued: a caller may leave then, and other ranks wait for the step.
-            ready = [group for request, error in failed for group in self._fail_request(request, error)]
-            plan = self._scheduler.step()
-            if plan is None:
-                yield from ready
-                break
-            for observer in self._observers:
-                self.times.add_compute(observer.before(plan))
-            self._add_sequences(plan)
+            if self.replaced:
+                raise UsageError(
+                    "another job of this engine has begun: with `--tensor-parallel` it runs one at a time; "
+                    "exhaust or close the first iterator before the next job"
+                )
+            ready: list[list[Completion]] = []
             ended = _StepResult()
             read_last = partial(self._consume, last, ended)
             try:
-                in_flight = self._runner.issue(plan, self._batch, last, read_last)
+                with self.peers.together():  # and nothing is yielded, as a caller may leave then
+                    stopped, failed, token_sum = self.peers.agree(news)
+                    if stopped:
+                        break
+                    if token_sum != self._token_sum:
+                        raise DeviceError("this process has drawn other tokens than rank 0, a fault of batchgen")
+                    ready += (group for request, error in failed for group in self._fail_request(request, error))
+                    if (plan := self._scheduler.step()) is not None:
+                        for observer in self._observers:
+                            self.times.add_compute(observer.before(plan))
+                        self._add_sequences(plan)
+                        in_flight = self._runner.issue(plan, self._batch, last, read_last)
             except Exception:
                 with suppress(Exception):  # a device in an error state cannot be read
                     read_last()
                 yield from ready
                 yield from self._retire_ended(ended)
                 raise
+            if plan is None:
+                yield from ready
+                break
             deferred_gc.tick()
             read_last()
             if not in_flight.pending or in_flight.failed:
                 self._consume(in_flight, ended)
             last = in_flight
             self.state.in_flight = in_flight.pending
+            if self._may_be_slow:
+                self._agree_on_failed(ended)
             self._scheduler.commit(ended.sequences, ended.dropped)
             self.state.steps += 1
             yield from ready
@@ -236,6 +251,22 @@ class Loop:
         self._consume(last, ended)
         self._scheduler.stats.sampled_tokens -= ended.dropped
         yield from self._retire_ended(ended)
+
+    def _agree_on_failed(self, ended: _StepResult) -> None:
+        """Rank 0 decides which rows took too long.
+
+        Raises:
+            DeviceError: a row failed in this process alone.
+        """
+        known = {number: error for number in ended.sequences if (error := self._sequences[number].error) is not None}
+        failed = self.peers.agree(lambda: known)
+        if alone := next((known[number] for number in known if number not in failed), None):
+            raise DeviceError(f"a row failed in this process and not in the first: {alone.message}")
+        for number, error in failed.items():
+            if number not in ended.sequences:
+                self._sequences[number].fail(error)
+                self._batch.mark_ended(number)
+                ended.sequences.append(number)
 
     def _recover_from_oom(self, in_flight: InFlightStep) -> Iterator[list[Completion]]:
         """After an out-of-memory error, make steps smaller and fail the requests that cannot be computed."""

@@ -6,6 +6,8 @@ import gc
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from batchgen import Engine
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.parallel.peers import Peers
-from batchgen.errors import BatchgenError, DeviceError
+from batchgen.errors import BatchgenError, DeviceError, ErrorCode, UsageError
 from batchgen.kernels.grouped import GroupedPool
 from tests.e2e.mixed import mixed_options, mixed_rows
 from tests.e2e.processors import PAUSED, PAUSING
@@ -83,6 +85,67 @@ def test_a_process_that_draws_other_tokens_ends(engine: Engine) -> None:
     astray = Engine.from_front_end(engine.model, front_end, _Astray())
     with pytest.raises(DeviceError, match="has drawn other tokens than rank 0"):
         list(astray.generate(ROWS))
+
+
+def test_one_job_runs_at_a_time(model: Path) -> None:
+    engine = Engine(str(model), dtype="float32", tensor_parallel=2)
+    first, second = engine.generate(ROWS), engine.generate(ROWS)
+    next(first)
+    next(second)
+    with pytest.raises(UsageError, match="exhaust or close the first iterator"):
+        list(first)
+    assert len(list(second)) == len(ROWS) - 1
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_interrupt_in_a_step_waits_for_its_end(count: int, model: Path) -> None:
+    at = 3
+
+    def interrupt(logits: Any, rows: Any) -> Any:  # in this process alone, which could not send it to the others
+        if any(len(row.output_ids) == at for row in rows):
+            signal.raise_signal(signal.SIGINT)
+        return logits
+
+    named = [{**row, "custom_logit_processor": "interrupt"} for row in ROWS[:6]]
+    engine = Engine(str(model), dtype="float32", tensor_parallel=count, logit_processor={"interrupt": interrupt})
+    expected = [c.text for c in engine.generate(ROWS, ordered=True)]
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.generate([*ROWS[6:], *named]))
+        assert [c.text for c in engine.generate(ROWS, ordered=True)] == expected
+    at = -1
+    assert [c.text for c in engine.generate(named, ordered=True)] == expected[:6]
+
+
+def test_rows_that_take_too_long_end_on_all_ranks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: Any = {"dtype": "float32", "max_num_seqs": 8}
+    slow = [{"text": f"Hello {i}", "regex": "[a-z]+", "max_new_tokens": 9} for i in range(6)]
+    expected = [c.text for c in Engine(str(model), **options).generate(ROWS, ordered=True)]
+    engine = Engine(str(model), **options, tensor_parallel=2)
+    monkeypatch.setattr("batchgen.engine.sampling.constraints.MAX_SECONDS", 1e-9)
+    found = list(engine.generate([*ROWS[:9], *slow, *ROWS[9:]], ordered=True))
+    errors = [c.error.code if c.error else None for c in found]
+    assert errors == [None] * 9 + [ErrorCode.GRAMMAR_ERROR] * 6 + [None] * (len(ROWS) - 9)
+    monkeypatch.undo()
+    assert [c.text for c in engine.generate(ROWS, ordered=True)] == expected
+
+
+def test_a_rank_that_cannot_load_the_model_says_why(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = partial(replace, model="/gone")
+    monkeypatch.setattr("batchgen.engine.parallel.peers.replace", lambda config, **given: gone(config, **given))
+    with pytest.raises(BatchgenError, match=r"rank 1 of .* failed: ModelError: There is no model folder /gone"):
+        Engine(str(model), tensor_parallel=2)
+
+
+def test_a_rank_that_dies_between_jobs_ends_the_engine(model: Path) -> None:
+    others = {each.pid for each in psutil.Process().children()}
+    engine = Engine(str(model), dtype="float32", tensor_parallel=2)
+    started = [each for each in psutil.Process().children() if each.pid not in others]
+    ranks = [each for each in started if "follower" in str(each.cmdline())]
+    ranks[0].kill()
+    for message in ("rank 1 of .* has ended by signal 9", "make a new engine"):
+        with pytest.raises(BatchgenError, match=message):
+            list(engine.generate(ROWS))
 
 
 def command(model: Path, folder: Path, rows: list[dict[str, Any]], *options: object) -> list[object]:

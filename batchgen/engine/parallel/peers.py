@@ -8,13 +8,14 @@ measured. It goes through pipes, in the order in which the engines ask for it, s
 from __future__ import annotations
 
 import atexit
+import signal
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -88,6 +89,10 @@ class Peers(ABC):
         """Have the other ranks' engines do something; said by rank 0."""
         return
 
+    def together(self) -> AbstractContextManager[None]:
+        """What all ranks do together: it is not interrupted, and if it fails, the other ranks wait for ever."""
+        return nullcontext()
+
 
 class NoPeers(Peers):
     """There are no other ranks."""
@@ -122,7 +127,7 @@ class Followers(Peers):
     """The processes of the ranks above 0, started and heard by rank 0. They end with the engine or this process."""
 
     def __init__(self, config: EngineConfig, numbers: Numbers, ranks: ProcessRanks, device: torch.device) -> None:
-        """Start the processes, which load the model, and wait until they have begun.
+        """Start the processes, which load the model, and wait until they have checked the model.
 
         Raises:
             UsageError: there are fewer GPUs than ranks.
@@ -137,15 +142,17 @@ class Followers(Peers):
         self._end = weakref.finalize(self, _close_all, self._processes)
         atexit.register(self._end)
         threads = torch.get_num_threads()
-        config = replace(config, cpu_threads=threads * ranks.count)
+        named = tuple((name, "builtins:id") for name, _ in config.logit_processor)  # rank 0 alone calls the functions
+        config = replace(config, cpu_threads=threads * ranks.count, logit_processor=named)
         for rank in range(1, ranks.count):
             variables = {"OMP_NUM_THREADS": str(threads)} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus[rank]}
             self._processes.append(HelperProcess(_MODULE, variables=variables))
             self._processes[-1].requests.send(Load(config, numbers, rank, store.port))
         ranks.why = self._why
-        for process in self._processes:
+        for rank, process in enumerate(self._processes, start=1):
             try:
-                process.results.recv()  # it has begun
+                if said := process.results.recv():
+                    raise DeviceError(f"rank {rank} of --tensor-parallel failed: {said}")
             except (EOFError, OSError) as problem:
                 raise self._why(lost(problem)) from problem
         self._store = store
@@ -165,11 +172,38 @@ class Followers(Peers):
         Raises:
             DeviceError: a process has ended.
         """
+        if not self._processes:
+            raise DeviceError("an error has ended the processes of --tensor-parallel; make a new engine")
         for process in self._processes:
             try:
                 process.requests.send(message)
             except OSError as problem:
                 raise self._why(lost(problem)) from problem
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `Peers.together`: a first interrupt waits, and an error ends the processes."""
+        waiting: list[int] = []
+
+        def hold(number: int, _: object) -> None:
+            waiting.append(number)
+            if len(waiting) > 1:
+                raise KeyboardInterrupt
+
+        usual = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        try:
+            if usual:
+                signal.signal(signal.SIGINT, hold)
+            yield
+        except BaseException as problem:
+            if not isinstance(problem, UsageError):  # these come before anything is exchanged
+                self._end()
+            raise
+        finally:
+            if usual:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+        if waiting:
+            raise KeyboardInterrupt
 
     def _why(self, problem: DeviceError) -> DeviceError:
         """The error of an exchange that failed, with how a process has ended, as far as is known.
@@ -252,7 +286,7 @@ def receive_from(messages: Connection, end: Callable[[], None]) -> Callable[[], 
         try:
             while True:
                 queue.put(messages.recv())
-        except (EOFError, OSError):
+        finally:
             end()
 
     Thread(target=read, daemon=True, name="leader").start()

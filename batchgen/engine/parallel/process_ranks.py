@@ -69,10 +69,11 @@ class ProcessRanks(Ranks):
         return out
 
 
-class RankLost(DeviceError):
-    """An exchange with a rank that has ended."""
+class LostRank(DeviceError):
+    """Another rank has ended."""
 
 
 def lost(problem: BaseException) -> DeviceError:
-    """The error of an exchange that failed."""
-    return RankLost(f"a process of --tensor-parallel has ended ({str(problem).splitlines()[0][:200]})")
+    """The error of an exchange with a rank that has ended."""
+    said = (str(problem) or type(problem).__name__).splitlines()[0]
+    return LostRank(f"a process of --tensor-parallel has ended ({said[:200]})")
