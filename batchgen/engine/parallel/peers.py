@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from threading import Thread, current_thread, main_thread
 from typing import Any, Final, TypeVar
 
@@ -278,8 +279,6 @@ class Leader(Peers):
 
 def receive_from(messages: Connection, end: Callable[[], None]) -> Callable[[], object]:
     """A function that gives the next message; `end` is called by another thread when there will be none."""
-    from queue import SimpleQueue
-
     queue: SimpleQueue[object] = SimpleQueue()
 
     def read() -> None:
