@@ -445,5 +445,7 @@ OPERATIONS = (
 )
 """`sample`, `filtered_scores` and `copy_pages` have no cases on a device: draws may differ there where scores tie
 (`stages.parity_sampling`)."""
-PYTORCH_ONLY = frozenset(("copy_pages",))
+INDEXING = frozenset(("vocab_size", "logits_at", "set_logits", "replace_rows"))
+"""Operations that index logits, which no backend has kernels for; `test_vocab_parallel` compares them."""
+PYTORCH_ONLY = frozenset(("copy_pages", *INDEXING))
 """Operations that PyTorch computes on a device, too."""
