@@ -137,15 +137,32 @@ def test_a_rank_that_cannot_load_the_model_says_why(model: Path, monkeypatch: py
         Engine(str(model), tensor_parallel=2)
 
 
-def test_a_rank_that_dies_between_jobs_ends_the_engine(model: Path) -> None:
+def ranks_of(model: Path) -> tuple[Engine, list[psutil.Process]]:
+    """An engine of two ranks, and the processes of those above 0."""
     others = {each.pid for each in psutil.Process().children()}
     engine = Engine(str(model), dtype="float32", tensor_parallel=2)
     started = [each for each in psutil.Process().children() if each.pid not in others]
-    ranks = [each for each in started if "follower" in str(each.cmdline())]
+    return engine, [each for each in started if "follower" in str(each.cmdline())]
+
+
+def test_a_rank_that_dies_between_jobs_ends_the_engine(model: Path) -> None:
+    engine, ranks = ranks_of(model)
     ranks[0].kill()
-    for message in ("rank 1 of .* has ended by signal 9", "make a new engine"):
+    for message in (r"rank 1 of .* has ended by signal 9", "make a new engine"):
         with pytest.raises(BatchgenError, match=message):
             list(engine.generate(ROWS))
+
+
+def test_ranks_end_with_the_last_use_of_their_engine(model: Path) -> None:
+    engine, ranks = ranks_of(model)
+    gc.disable()
+    try:
+        assert len(list(engine.generate(ROWS))) == len(ROWS)
+        del engine
+    finally:
+        gc.enable()
+    assert len(ranks) == 1
+    assert not ranks[0].is_running()
 
 
 def command(model: Path, folder: Path, rows: list[dict[str, Any]], *options: object) -> list[object]:

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from threading import Thread, current_thread, main_thread
@@ -149,13 +150,13 @@ class Followers(Peers):
             variables = {"OMP_NUM_THREADS": str(threads)} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus[rank]}
             self._processes.append(HelperProcess(_MODULE, variables=variables))
             self._processes[-1].requests.send(Load(config, numbers, rank, store.port))
-        ranks.why = self._why
+        ranks.why = partial(_why, self._processes)  # and no cycle, so that they end with the last use of the engine
         for rank, process in enumerate(self._processes, start=1):
             try:
                 if said := process.results.recv():
                     raise DeviceError(f"rank {rank} of --tensor-parallel failed: {said}")
             except (EOFError, OSError) as problem:
-                raise self._why(lost(problem)) from problem
+                raise _why(self._processes, lost(problem)) from problem
         self._store = store
         ranks.join(store, device)
         if gpus is not None:
@@ -179,7 +180,7 @@ class Followers(Peers):
             try:
                 process.requests.send(message)
             except OSError as problem:
-                raise self._why(lost(problem)) from problem
+                raise _why(self._processes, lost(problem)) from problem
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -206,24 +207,6 @@ class Followers(Peers):
         if waiting:
             raise KeyboardInterrupt
 
-    def _why(self, problem: DeviceError) -> DeviceError:
-        """The error of an exchange that failed, with how a process has ended, as far as is known.
-
-        One that says why comes first, then one that was killed: the others end because of it.
-        """
-        ends: list[tuple[int, str]] = []
-        for rank, process in enumerate(self._processes, start=1):
-            said = ""
-            with suppress(EOFError, OSError):
-                if not wait([process.results], _LAST_WORDS):
-                    continue
-                said = process.results.recv()
-            if said:
-                ends.append((0, f"rank {rank} of --tensor-parallel failed: {said}"))
-            elif (code := process.exit_code()) < 0:
-                ends.append((1, f"rank {rank} of --tensor-parallel has ended by signal {-code}"))
-        return DeviceError(min(ends)[1]) if ends else problem
-
     def aborted(self) -> None:
         """Let exchanges with a process that has ended fail."""
         self._ranks.abort()
@@ -231,6 +214,27 @@ class Followers(Peers):
 
 _LAST_WORDS: Final = 2.0
 """Seconds for which a process that failed may say why."""
+
+
+def _why(processes: Sequence[HelperProcess], problem: DeviceError) -> DeviceError:
+    """The error of an exchange that failed, with how a process has ended, as far as is known.
+
+    One that says why comes first, then one that was killed: the others end because of it.
+    """
+    ends: list[tuple[int, str]] = []
+    for rank, process in enumerate(processes, start=1):
+        said = ""
+        with suppress(EOFError, OSError):
+            if not wait([process.results], _LAST_WORDS):
+                continue
+            said = process.results.recv()
+        if said:
+            ends.append((0, f"rank {rank} of --tensor-parallel failed: {said}"))
+        elif (code := process.exit_code()) < 0:
+            ends.append(
+                (1, f"rank {rank} of --tensor-parallel has ended by signal {-code} (9: mostly a lack of memory)")
+            )
+    return DeviceError(min(ends)[1]) if ends else problem
 
 
 def _close_all(processes: list[HelperProcess]) -> None:
