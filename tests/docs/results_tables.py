@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from batchgen.bench.figures import Figure, read_figures
@@ -141,7 +142,7 @@ def _scale_table(lines: list[dict[str, Any]]) -> list[str]:
     return table
 
 
-def offload_table(lines: list[dict[str, Any]]) -> list[str]:
+def _offload_table(lines: list[dict[str, Any]]) -> list[str]:
     """A model on devices of several sizes that its weights do not fit on."""
     first = lines[0]
     table = [
@@ -164,8 +165,34 @@ def offload_table(lines: list[dict[str, Any]]) -> list[str]:
     return table
 
 
+def _ranks_table(lines: list[dict[str, Any]]) -> list[str]:
+    """A model split over processes that share the cores of one machine."""
+    first, by_count = lines[0], dict[int, list[dict[str, Any]]]()
+    for line in lines:
+        by_count.setdefault(line["processes"], []).append(line)
+    table = [
+        f"`python -m tests.e2e.ranks`: {first['rows']:,} rows of {first['prompt_tokens']} and "
+        f"{first['output_tokens']} tokens, `{first['model']}` in float32, {first['processors']} threads of an "
+        f"{first['cpu']}, which the processes share; medians of {len(by_count[1])} interleaved runs (min to max).",
+        "",
+        "| processes | weights of the first | tokens/s | of one process | predicted | same tokens |",
+        "|---|---|---|---|---|---|",
+    ]
+    one = median(line["seconds"] for line in by_count[1])
+    for count, runs in by_count.items():
+        rates, seconds = [line["tokens_per_second"] for line in runs], median(line["seconds"] for line in runs)
+        predicted = one / median(line["predicted_seconds"] for line in runs)
+        table.append(
+            f"| {count} | {runs[0]['weight_bytes'] / 1e6:,.0f} MB | {median(rates):,.0f} ({min(rates):,.0f} to "
+            f"{max(rates):,.0f}) | {one / seconds:.2f} | {predicted:.2f} | "
+            f"{'yes' if all(line['same_tokens'] for line in runs) else 'no'} |"
+        )
+    return table
+
+
 _TABLES = {
-    "offload": offload_table,
+    "ranks": _ranks_table,
+    "offload": _offload_table,
     "load": _load_table,
     "eta": _eta_table,
     "embed": _embed_table,

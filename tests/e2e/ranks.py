@@ -2,8 +2,8 @@
 
 Prints a JSON line for each number of processes: the seconds of a job, and what was predicted from those of one process.
 On a CPU the processes share the cores that one process has, so that the computations take as long, and the sums between
-the processes are added: two for each layer and step, and one for the embedding, of the size of the step's states, each
-as long as measured between as many processes alone.
+the processes are added: two for each layer, and one for the embedding, of the states of all tokens, as long as measured
+between as many processes that do nothing else.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ def measure(model: str, counts: Sequence[int], repeats: int, rows: int, prompt: 
             one = seconds if count == 1 else one
             assert engine.last_run is not None
             spec, steps = engine.model.spec, engine.last_run.loop.state.steps
-            # A step of prompts has more tokens than one that decodes, whose sum was measured.
-            width = (rows * (prompt + tokens)) / (steps * rows)
-            predicted = one + steps * (2 * spec.num_layers + 1) * sums[count] * max(1.0, width)
+            # All steps together have so many times the states whose sum was measured.
+            predicted = one + (prompt + tokens) * (2 * spec.num_layers + 1) * sums[count]
             yield {
                 "workload": "ranks", "model": model, "device": "cpu", "processes": count, "repeat": repeat,
                 "rows": rows, "prompt_tokens": prompt, "output_tokens": tokens, "steps": steps,
