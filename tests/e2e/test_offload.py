@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tests.docs.results_tables import offload_table
+from tests.docs.results_tables import _offload_table
 from tests.e2e.model import save_model
 from tests.e2e.offload import measure
 from tests.e2e.runner import run
@@ -54,4 +54,4 @@ def test_figures_have_a_table() -> None:
     assert [line["share"] for line in lines] == [None, 0.5]
     assert all(line["same_tokens"] for line in lines)
     assert lines[1]["copied_bytes"] == lines[1]["planned_bytes"] > 0
-    assert len(offload_table(lines)) == 4 + len(lines)
+    assert len(_offload_table(lines)) == 4 + len(lines)

@@ -165,6 +165,16 @@ def test_ranks_end_with_the_last_use_of_their_engine(model: Path) -> None:
     assert not ranks[0].is_running()
 
 
+def test_a_step_that_does_not_fit_is_not_split_by_one_rank_alone(model: Path) -> None:
+    def full(logits: Any, rows: Any) -> Any:  # in this process alone
+        raise torch.OutOfMemoryError("out of memory")
+
+    engine = Engine(str(model), dtype="float32", tensor_parallel=2, logit_processor={"full": full})
+    for message in ("out of memory in a step of", "make a new engine"):
+        with pytest.raises(DeviceError, match=message):
+            list(engine.generate([*ROWS, {"text": "Hi", "custom_logit_processor": "full"}]))
+
+
 def command(model: Path, folder: Path, rows: list[dict[str, Any]], *options: object) -> list[object]:
     source = write_lines(folder / "in.jsonl", rows)
     return ["run", source, "-o", "out.parquet", "--model", model, "--dtype", "float32", "--commit-every", "5", *options]
