@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Final
 
 from batchgen.engine.engine import Engine
 from batchgen.engine.parallel.peers import Alone, Leader, Load, Peers, Start, Superseded, WarmUp, receive_from
@@ -18,9 +17,6 @@ from batchgen.errors import ErrorInfo, UsageError
 from batchgen.models.base import ModelSpec
 from batchgen.text.helper_process import begin
 from batchgen.text.stops import search
-
-_PATIENCE: Final = 3
-"""How many times as long a row may take here: rank 0 decides which ones take too long."""
 
 
 class _Given(WorkRecord):
@@ -56,8 +52,8 @@ def _follow(messages: Connection, results: Connection) -> None:
         def connect(spec: ModelSpec) -> Peers:
             results.send("")
             ranks.connect(load.port, spec.device)
-            constraints.MAX_SECONDS *= _PATIENCE
-            search.SEARCH_SECONDS *= _PATIENCE
+            constraints.MAX_SECONDS *= 3  # rank 0 decides which rows take too long
+            search.SEARCH_SECONDS *= 3
             return Leader(receive)
 
         engine = Engine.of_rank(load.config, ranks, connect, load.numbers)

@@ -204,10 +204,7 @@ class Loop:
 
         while True:
             if self.replaced:
-                raise UsageError(
-                    "another job of this engine has begun: with `--tensor-parallel` it runs one at a time; "
-                    "exhaust or close the first iterator before the next job"
-                )
+                raise UsageError("another job of `--tensor-parallel` has begun; exhaust or close the first iterator")
             ready: list[list[Completion]] = []
             ended = _StepResult()
             read_last = partial(self._consume, last, ended)
