@@ -249,10 +249,11 @@ class EngineConfig:
         "share of the processors; for models that one GPU does not hold. Example: --tensor-parallel 4",
         int_range(1, 64),
     )
-    offload: Literal["none", "auto", "weights"] = ENGINE.option(
+    offload: Literal["none", "auto", "weights", "kv"] = ENGINE.option(
         "none",
-        "Run a model that is larger than the device's memory: auto and weights keep blocks of the model that do not "
-        "fit in the host's memory, and copy them to the device in every step. Example: --offload auto",
+        "Run what is larger than the device's memory: weights keeps blocks of the model that do not fit in the host's "
+        "memory, and copies them to the device in every step, kv does so with keys and values of rows, and auto with "
+        "what pays of both. Example: --offload auto",
     )
     device_memory: int | None = ENGINE.option(
         None,

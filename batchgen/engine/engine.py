@@ -44,6 +44,7 @@ from batchgen.engine.memory.kv_budget import (
     with_job_windows,
     with_windows_in,
 )
+from batchgen.engine.memory.kv_offload import streamed_cache
 from batchgen.engine.memory.offload import with_stream
 from batchgen.engine.outputs.streaming import Emit
 from batchgen.engine.parallel.peers import NO_PEERS, Peers, Start, WarmUp, peers_of, ranks_of
@@ -57,6 +58,7 @@ from batchgen.errors import UsageError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device, device_for
 from batchgen.kernels.grouped import GroupedPool
+from batchgen.kernels.kv_stream import StreamedPool
 from batchgen.kernels.linear import describe_products
 from batchgen.kernels.mixers.states import StatePool
 from batchgen.kernels.ranks import Ranks
@@ -448,12 +450,19 @@ class Engine:
         planned = with_job_windows(spec, workload, config.page_size)
         windows = agree(lambda: with_windows_in(planned, workload, config.page_size, budget).windows)
         planned = replace(planned, windows=windows)
-        pages = agree(lambda: pool_pages(workload, planned, config.page_size, kv_budget, memory, limits))
         room = min(budget, memory.room)
+        streamed = streamed_cache(config, planned, workload, room, memory.host, limits)
+        pages, plan = streamed or (
+            agree(lambda: pool_pages(workload, planned, config.page_size, kv_budget, memory, limits)),
+            None,
+        )
         groups = agree(lambda: sized_groups(workload, planned, config.page_size, pages, limits, room))
         layers, counts = [group.layers for group in groups], [group.pool_pages(pages) for group in groups]
-        pool = None if kept is None else kept.first(layers, counts)
-        if pool is None:
+        pool = None if kept is None or plan is not None else kept.first(layers, counts)
+        if plan is not None:
+            kept, sizes = None, (config.page_size, spec.kv_dtype, self.device)
+            pool = StreamedPool.of(spec.kv_layers, layers, counts, *sizes, plan)
+        elif pool is None:
             kept = None  # frees its memory
             size, dtype, backend = config.page_size, spec.kv_dtype, resources.backend
             kept = GroupedPool.allocate(spec.kv_layers, layers, counts, size, dtype, spec.device)

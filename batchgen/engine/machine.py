@@ -8,7 +8,8 @@ import torch
 
 from batchgen.config.engine_config import EngineConfig
 from batchgen.engine.memory.dummy_run import dummy_run, expected_bytes
-from batchgen.engine.memory.kv_budget import RESERVE, DeviceMemory, rows_held
+from batchgen.engine.memory.kv_budget import RESERVE, DeviceMemory
+from batchgen.engine.memory.kv_offload import rows_at_once
 from batchgen.engine.memory.offload import STEP_SHARE
 from batchgen.engine.workload import JobWorkload
 from batchgen.kernels.device import cpu_quota
@@ -48,7 +49,7 @@ def step_limits(
     if seqs is None:
         seqs = min(most, tokens or most)
         if spec.device.type == "cuda" and workload is not None and memory is not None and workload.samples.any():
-            seqs = min(seqs, rows_held(workload, spec, config, memory))
+            seqs = rows_at_once(workload, spec, config, memory, (seqs, tokens or max(width, seqs)))
     return seqs, tokens or max(width, seqs)
 
 
@@ -59,7 +60,7 @@ def _streamed_limits(
     most = seqs or min(STREAMED_ROWS, tokens or STREAMED_ROWS)
     if workload is None or memory is None or not workload.samples.any():
         return most, tokens or max(_LEAST_WIDTH, 2 * most)
-    rows = seqs or min(most, rows_held(workload, spec, config, memory))
+    rows = seqs or rows_at_once(workload, spec, config, memory, (most, tokens or max(_LEAST_WIDTH, 2 * most)))
 
     def fits(rows: int, tokens: int) -> bool:
         step = expected_bytes(spec, dummy_run(workload, spec, config.page_size, rows, tokens))

@@ -102,7 +102,7 @@ def _refuse_int8(config: EngineConfig, spec: ModelSpec) -> None:
     if spec.implementation != "native":
         reason = f"it needs the native decoder, but a {spec.name} model runs with the transformers library"
     elif config.offload != "none":
-        reason = "`--offload` streams weights in their own numbers"
+        reason = "`--offload` keeps weights in their own numbers"
     elif config.attention == "torch":
         reason = "it needs compiled kernels, but `--attention torch` only uses PyTorch"
     else:

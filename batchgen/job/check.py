@@ -24,6 +24,7 @@ from batchgen.data.store.work_folder import output_paths
 from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.dummy_run import dummy_run, expected_bytes
 from batchgen.engine.memory.kv_budget import (
+    AUTO_SHARE,
     DeviceMemory,
     cache_groups,
     device_memory,
@@ -31,6 +32,7 @@ from batchgen.engine.memory.kv_budget import (
     state_group,
     with_job_windows,
 )
+from batchgen.engine.memory.kv_offload import streamed_cache
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.job.clock import set_clock
 from batchgen.job.display.console import SafeConsole
@@ -45,7 +47,7 @@ from batchgen.job.rows.ingest import Ingested, ingest
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import by_count, write_report
 from batchgen.kernels.device import device_for
-from batchgen.kernels.stream import copy_rate
+from batchgen.kernels.stream import StreamPlan, copy_rate
 from batchgen.plan.cache_groups import HeldGroup, bytes_by_kind, held_groups
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.estimate import PlanCounts, plan_counts
@@ -362,6 +364,11 @@ def _offload(setup: Setup, workload: JobWorkload) -> dict[str, Any] | None:
     rate, limits = copy_rate(device_for(spec.device)), step_limits(engine, spec, workload, memory)
     has_rows = workload.samples.any()
     step = expected_bytes(spec, dummy_run(workload, spec, engine.page_size, *limits)) if has_rows else 0
+    cache = replace(memory, step=step).budget(engine.kv_budget)
+    planned = with_job_windows(spec, workload, engine.page_size)
+    host = max(0, memory.host - int(plan.pass_bytes * AUTO_SHARE))  # where the weights are not yet
+    streamed = streamed_cache(engine, planned, workload, cache, host, limits) if has_rows else None
+    kv = StreamPlan((), 0) if streamed is None else streamed[1]
     return {
         "blocks": len(plan.blocks),
         "streamed_blocks": len(plan.streamed),
@@ -369,7 +376,12 @@ def _offload(setup: Setup, workload: JobWorkload) -> dict[str, Any] | None:
         "pass_bytes": plan.pass_bytes,
         "pass_seconds": plan.pass_bytes / rate,
         "copy_bytes_per_second": rate,
-        "kv_bytes": replace(memory, step=step).budget(engine.kv_budget),
+        "kv_bytes": cache,
+        "kv_layers": len(kv.blocks),
+        "kv_streamed_layers": len(kv.streamed),
+        "kv_device_bytes": kv.device_bytes,
+        "kv_pass_bytes": kv.pass_bytes,
+        "kv_pass_seconds": kv.pass_bytes / rate,
         "step_bytes": step,
         "rows": limits[0],
     }
@@ -449,7 +461,7 @@ def _lines(report: CheckReport) -> list[tuple[str, Text]]:
     if report.ranks:
         add("processes", _rank_line(report.ranks))
     if (offload := report.offload) is not None:
-        copied = "all blocks fit, and none is copied"
+        copied = "all fit, and none is copied"
         if offload["streamed_blocks"]:
             rate = f"{offload['pass_seconds']:.2g} s at {format_size(int(offload['copy_bytes_per_second']))}/s"
             copied = f"{offload['streamed_blocks']} of {offload['blocks']} blocks, "
@@ -458,6 +470,10 @@ def _lines(report: CheckReport) -> list[tuple[str, Text]]:
         add("offload", f"{on_device} of the device are for weights: {copied}")
         cache, step = format_size(offload["kv_bytes"]), format_size(offload["step_bytes"])
         add("", f"{cache} are left for keys and values, {step} for steps of up to {offload['rows']:,} rows")
+        if offload["kv_streamed_layers"]:
+            most = f"{format_size(offload['kv_pass_bytes'])} in at least {offload['kv_pass_seconds']:.2g} s"
+            copied = f"those of {offload['kv_streamed_layers']} of {offload['kv_layers']} layers are copied in a step"
+            add("", f"keys and values take {format_size(offload['kv_device_bytes'])} of it; {copied}, up to {most}")
     if peak is not None:
         add("memory", f"about {format_size(peak)} at the peak, program included")
     add(

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -27,6 +28,8 @@ Lane = Literal["tokens", "outputs"]
 may be large."""
 
 _ALIGNMENT: Final = 16
+_TOGETHER: Final = 32 << 20
+"""Bytes of rows that are copied at once."""
 
 
 class Download(Protocol):
@@ -86,11 +89,16 @@ class Device(Protocol):
     def host_memory(self, nbytes: int) -> Tensor:
         """[nbytes] uint8 on the host with undefined values, that `copy_ahead` can copy while the device computes."""
 
-    def copy_ahead(self, source: Tensor, target: Tensor) -> Arrival:
-        """Copy memory of the host to the device next to its computations.
+    def in_host(self, memory: Tensor) -> Tensor:
+        """A tensor of `host_memory` as one of the device, whose work reads and writes it where it is."""
+
+    def copy_ahead(self, source: Tensor, target: Tensor, rows: Tensor | None = None) -> Arrival:
+        """Copy memory of the host to the device, or back to memory given by `in_host`, next to computations.
 
         The copy begins when what is launched so far is done, so that this may read the target; what is launched between
-        this call and `Arrival.join` must not. The source stays as it is until the copy is done.
+        this call and `Arrival.join` must not. The source stays as it is until the copy is done. Copies follow one
+        another. `rows`: [n] int64 on the device, the ones of the first dimension to copy, with a source given by
+        `in_host`; None: all.
         """
 
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
@@ -160,9 +168,13 @@ class HostDevice:
         """See `Device.host_memory`."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def copy_ahead(self, source: Tensor, target: Tensor) -> Arrival:
+    def in_host(self, memory: Tensor) -> Tensor:
+        """The tensor itself."""
+        return memory
+
+    def copy_ahead(self, source: Tensor, target: Tensor, rows: Tensor | None = None) -> Arrival:
         """See `Device.copy_ahead`; copied at once."""
-        target.copy_(source)
+        _copy(source, target, rows)
         return _HostArrival()
 
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
@@ -292,14 +304,20 @@ class CudaDevice:
         weakref.finalize(memory, _unlock, memory.data_ptr(), self.torch_device).atexit = False
         return memory
 
-    def copy_ahead(self, source: Tensor, target: Tensor) -> Arrival:
+    def in_host(self, memory: Tensor) -> Tensor:
+        """See `Device.in_host`. A GPU reaches locked memory under the same address."""
+        facts = {"shape": tuple(memory.shape), "typestr": "|u1", "data": (memory.data_ptr(), False), "version": 2}
+        return torch.as_tensor(SimpleNamespace(memory=memory, __cuda_array_interface__=facts), device=self.torch_device)
+
+    def copy_ahead(self, source: Tensor, target: Tensor, rows: Tensor | None = None) -> Arrival:
         """See `Device.copy_ahead`."""
         if self._ahead is None:
             self._ahead = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._ahead.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(self._ahead):
-            target.copy_(source, non_blocking=True)
-            target.record_stream(self._ahead)
+            _copy(source, target, rows)
+            for used in (target,) if rows is None else (source, target, rows):
+                used.record_stream(self._ahead)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._ahead)
         return _CudaArrival(event, self.torch_device)
@@ -354,6 +372,14 @@ class CudaDevice:
     def release_cache(self) -> None:
         """Return the caching allocator's free blocks to the device."""
         torch.cuda.empty_cache()
+
+
+def _copy(source: Tensor, target: Tensor, rows: Tensor | None) -> None:
+    """Launch a copy of `rows` [n] of the first dimension, None: of all, through little temporary memory."""
+    if rows is None:
+        target.copy_(source, non_blocking=True)
+    for part in () if rows is None else rows.chunk(1 + len(rows) * source[0].nbytes // _TOGETHER):
+        target.index_copy_(0, part, source.index_select(0, part))
 
 
 def _unlock(address: int, device: torch.device) -> None:

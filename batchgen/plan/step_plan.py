@@ -110,6 +110,17 @@ class StepPlan:
         """Number of flat tokens in the step, T."""
         return sum(c.end - c.start for c in self.prefills) + len(self.decodes)
 
+    def pages_used(self, page_size: int) -> tuple[Int64, Int64]:
+        """Pages of page tables that hold positions before the step's, and those that it stores to, each once."""
+        held, new = set[int](), set[int]()
+        for chunk in self.prefills:
+            held.update(chunk.pages[: -(-(chunk.start if chunk.store else chunk.end) // page_size)])
+            new.update(chunk.pages[chunk.start // page_size : -(-chunk.end // page_size)] if chunk.store else ())
+        for position, pages in zip(self.decodes.positions.tolist(), self.decodes.pages, strict=True):
+            held.update(pages[: -(-position // page_size)])
+            new.add(pages[position // page_size])
+        return np.array(sorted(held), np.int64), np.array(sorted(new), np.int64)
+
 
 def split_plan(
     plan: StepPlan, page_size: int, at_tokens: int | None = None, spans: Spans | None = None

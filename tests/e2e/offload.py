@@ -1,7 +1,8 @@
 """A model larger than its device: `python -m tests.e2e.offload > configs/bench/results/offload-MACHINE.jsonl`.
 
 Prints a JSON line for each size of the device, given as a share of the bytes of the weights, after one for the whole
-model: the seconds of the job's steps, and their floor, the bytes that were copied over the measured rate of copies. On
+model: the seconds of the job's steps, and their floor, the bytes that were copied over the measured rate of copies.
+With `--offload kv` a share is that of the bytes of keys and values that stay on the device. On
 a CPU, which takes the place of a device, copies and computations share processor and memory: their times add up.
 """
 
@@ -24,15 +25,19 @@ from batchgen.kernels.stream import copy_rate
 SHARES: Final = (0.8, 0.6, 0.4)
 
 
-def measure(model: str, device: str, shares: Sequence[float], rows: int, prompt: int, tokens: int) -> Iterator[Any]:
+def measure(
+    model: str, device: str, shares: Sequence[float], rows: int, prompt: int, tokens: int, offload: str = "weights"
+) -> Iterator[Any]:
     """Lines of one job of `rows` distinct prompts of `prompt` tokens, which generate `tokens` each."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(100, 1000, (rows, prompt), generator=generator).tolist()
     work = [{"input_ids": each, "max_new_tokens": tokens, "ignore_eos": True} for each in ids]
     folder, where = resolve_bench_model(model), torch.device(device)
-    weights, expected, rate = 0, None, copy_rate(device_for(where))
+    weights, cache, expected, rate = 0, 0, None, copy_rate(device_for(where))
     for share in (None, *shares):
-        options = {} if share is None else {"offload": "weights", "device_memory": int(weights * share)}
+        options: dict[str, Any] = {} if share is None else {"offload": offload, "device_memory": int(weights * share)}
+        if share is not None and offload == "kv":
+            options |= {"device_memory": 2 * weights + 2 * cache, "kv_memory": int(cache * share)}
         engine = Engine(folder, device=device, attention="torch" if device == "cpu" else "auto", **options)
         spec = engine.model.spec
         weights = spec.parameters * spec.dtype.itemsize
@@ -42,15 +47,18 @@ def measure(model: str, device: str, shares: Sequence[float], rows: int, prompt:
         expected = expected or done
         assert engine.last_run is not None
         stats, counts = engine.last_run.scheduler.stats, engine.last_run.loop.counts()
-        copied = counts.get("offload_weight_bytes", 0)
-        plan = spec.stream
+        cache = cache or engine.last_run.pool.nbytes
+        names = ("weight_bytes", "kv_bytes_in", "kv_bytes_out")
+        planned = ("planned_bytes", "kv_planned_bytes_in", "kv_planned_bytes_out")
+        copied, plan = sum(counts.get(f"offload_{name}", 0) for name in names), spec.stream
         yield {
-            "workload": "offload", "model": model, "device": device, "weight_bytes": weights, "share": share,
+            "workload": "offload", "offload": offload, "model": model, "device": device, "share": share,
+            "cache_bytes": cache, "weight_bytes": weights,
             "device_weight_bytes": weights if plan is None else plan.device_bytes,
             "streamed_blocks": 0 if plan is None else len(plan.streamed), "blocks": len(spec.block_bytes),
             "rows": rows, "prompt_tokens": prompt, "output_tokens": tokens, "rows_at_once": stats.max_decode_rows,
             "passes": counts.get("offload_passes", 0), "copied_bytes": copied,
-            "planned_bytes": counts.get("offload_planned_bytes", 0), "copy_bytes_per_second": rate,
+            "planned_bytes": sum(counts.get(f"offload_{name}", 0) for name in planned), "copy_bytes_per_second": rate,
             "floor_seconds": copied / rate, "seconds": seconds, "same_tokens": done == expected, **machine(),
         }  # fmt: skip
         del engine
@@ -65,8 +73,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--offload", default="weights", choices=("weights", "kv", "auto"))
     given = parser.parse_args()
-    for line in measure(given.model, given.device, given.shares, given.rows, given.prompt, given.tokens):
+    job = (given.model, given.device, given.shares, given.rows, given.prompt, given.tokens, given.offload)
+    for line in measure(*job):
         print(json.dumps(line), flush=True)
 
 

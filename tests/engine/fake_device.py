@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,6 +81,8 @@ class LateDevice:
         self.capturing = False
         self.graphs: weakref.WeakSet[TapeGraph] = weakref.WeakSet()
         """Captured graphs that are alive."""
+        self._ahead: list[LateArrival] = []
+        """Copies of rows that are not made yet."""
         self._lock = threading.RLock()
 
     @property
@@ -132,12 +134,25 @@ class LateDevice:
         """See `Device.host_memory`. The values are poison."""
         return poison(torch.empty(nbytes, dtype=torch.uint8))
 
-    def copy_ahead(self, source: Tensor, target: Tensor) -> LateArrival:
-        """See `Device.copy_ahead`. The target is poison until the copy is waited for."""
+    def in_host(self, memory: Tensor) -> Tensor:
+        """See `Device.in_host`."""
+        return self._to_device(memory)
+
+    def copy_ahead(self, source: Tensor, target: Tensor, rows: Tensor | None = None) -> LateArrival:
+        """See `Device.copy_ahead`. The target is poison until the copy is waited for, or another one needs it."""
         self._refuse_in_capture("copy_ahead")
+        if rows is not None:
+            source, rows = self._memory_of(source), self._memory_of(rows)
+        target = self._memory_of(target)
         with self._lock:
-            self.counts.copied_ahead += source.nbytes
-        return LateArrival(source, poison(self._memory_of(target)))
+            self.counts.copied_ahead += source.nbytes if rows is None else source[rows].nbytes
+            for earlier in self._ahead:
+                if earlier.precedes(source, target):
+                    earlier.join()
+            self._ahead = [earlier for earlier in self._ahead if not earlier.done]
+            arrival = LateArrival(source, target, rows, list(self._ahead))
+            self._ahead += [] if rows is None else [arrival]
+        return arrival
 
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
         """See `Device.download`."""
@@ -207,8 +222,20 @@ class LateDevice:
 class LateArrival:
     """A copy to the device that is made when it is waited for."""
 
-    def __init__(self, source: Tensor, target: Tensor) -> None:
-        self._source, self._target, self._then = source, target, source.clone()
+    def __init__(
+        self, source: Tensor, target: Tensor, rows: Tensor | None = None, earlier: Sequence[LateArrival] = ()
+    ) -> None:
+        self._source, self._target, self._rows, self._earlier, self.done = source, target, rows, earlier, False
+        self._then = self._read().clone()
+        if rows is None:
+            poison(target)
+        else:
+            target[rows] = poison(torch.empty_like(self._then))
+
+    def precedes(self, source: Tensor, target: Tensor) -> bool:
+        """Whether a later copy reads what this one writes, or writes what this one reads or writes."""
+        used = (self._target, source), (self._source, target), (self._target, target)
+        return any(a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() for a, b in used)
 
     def join(self) -> None:
         """See `Arrival.join`.
@@ -216,8 +243,21 @@ class LateArrival:
         Raises:
             AssertionError: the source has changed since the copy started.
         """
-        assert torch.equal(self._source, self._then), "the source of a copy was overwritten before it was read"
-        self._target.copy_(self._source)
+        if self.done:
+            return
+        for each in self._earlier:
+            each.join()
+        self._earlier = ()
+        now, self.done = self._read(), self._rows is not None
+        same = torch.equal(now.contiguous().view(torch.uint8), self._then.contiguous().view(torch.uint8))
+        assert same, "the source of a copy was overwritten before it was read"
+        if self._rows is None:
+            self._target.copy_(now)
+        else:
+            self._target[self._rows] = now
+
+    def _read(self) -> Tensor:
+        return self._source if self._rows is None else self._source[self._rows]
 
 
 class LateDownload:

@@ -46,6 +46,8 @@ class DeviceMemory:
     """Bytes of the largest step, with its outputs in flight and CUDA graphs"""
     exclusive: bool = False
     """Whether the job may use all free memory (a GPU), or shares it with other programs (a CPU)"""
+    host: int = 0
+    """Bytes of the host's memory for keys and values that are streamed"""
 
     @property
     def room(self) -> int:
@@ -85,7 +87,7 @@ def pool_pages(
     """
     allowed, most = allowed_pages(spec, page_size, kv_memory, memory), most_pages(workload, page_size)
     budget = memory.budget(kv_memory)
-    needs = _Needs(workload, spec, page_size, limits, min(budget, memory.room))
+    needs = Needs(workload, spec, page_size, limits, min(budget, memory.room))
 
     def bytes_of(pages: int) -> int:
         return sum(group.page_bytes * group.pool_pages(pages) for group in needs.sized(pages))
@@ -228,7 +230,7 @@ def sized_groups(
     `pages`: of the layers without a window, including the scratch page; `limits`: most sequences at once and most
     tokens in a step; `budget`: bytes of the pool.
     """
-    return _Needs(workload, spec, page_size, limits, budget).sized(pages)
+    return Needs(workload, spec, page_size, limits, budget).sized(pages)
 
 
 def rows_held(workload: JobWorkload, spec: ModelSpec, config: EngineConfig, memory: DeviceMemory) -> int:
@@ -236,9 +238,7 @@ def rows_held(workload: JobWorkload, spec: ModelSpec, config: EngineConfig, memo
 
     Layers with a window hold at most the window of a sample.
     """
-    kinds, page_size = workload.kinds(repeats_end=config.stop_on_repeat is not None), config.page_size
-    expected = LengthPredictor(workload.max_tokens, kinds).expected
-    shared, each = pages_held(workload.tree, workload.samples, expected, page_size)
+    (shared, each), page_size = expected_pages(workload, config), config.page_size
     used, row = 0.0, 0.0
     for group in cache_groups(spec, page_size):
         most = group.most_pages(page_size) if isinstance(group, WindowGroup) else math.inf
@@ -248,7 +248,14 @@ def rows_held(workload: JobWorkload, spec: ModelSpec, config: EngineConfig, memo
     return max(1, int((memory.budget(config.kv_budget) - used) / row))
 
 
-class _Needs:
+def expected_pages(workload: JobWorkload, config: EngineConfig) -> tuple[int, float]:
+    """See `pages_held`, at the expected lengths."""
+    kinds = workload.kinds(repeats_end=config.stop_on_repeat is not None)
+    expected = LengthPredictor(workload.max_tokens, kinds).expected
+    return pages_held(workload.tree, workload.samples, expected, config.page_size)
+
+
+class Needs:
     """How many pages of the groups with a window a job uses, given those of page tables."""
 
     def __init__(
@@ -311,7 +318,8 @@ def job_memory(config: EngineConfig, spec: ModelSpec, step: int = 0) -> DeviceMe
 
     A CPU in the place of a device has the memory of `--device-memory` without the weights that are on the device.
     """
-    memory, total = device_memory(spec.device, step), config.device_memory
+    host = int(psutil.virtual_memory().available * AUTO_SHARE)
+    memory, total = replace(device_memory(spec.device, step), host=host), config.device_memory
     if total is None:
         return memory
     if spec.device.type == "cuda":
@@ -319,7 +327,7 @@ def job_memory(config: EngineConfig, spec: ModelSpec, step: int = 0) -> DeviceMe
         left = max(0, total - torch.cuda.memory_allocated(spec.device))
         return replace(memory, total=total, free=min(memory.free, left))
     weights = 0 if spec.stream is None else spec.stream.device_bytes
-    return DeviceMemory(max(0, total - weights), total, step, exclusive=True)
+    return DeviceMemory(max(0, total - weights), total, step, exclusive=True, host=host)
 
 
 def device_memory(device: torch.device, step: int = 0) -> DeviceMemory:

@@ -11,6 +11,7 @@ import torch
 
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.units import TotalShare
+from batchgen.engine.memory.kv_offload import kv_refusal
 from batchgen.errors import UsageError
 from batchgen.kernels.stream import StreamPlan, plan_stream
 from batchgen.models.base import ModelSpec
@@ -50,6 +51,16 @@ def with_stream(config: EngineConfig, checked: CheckedModel, spec: ModelSpec) ->
             f"{option}: a CPU computes with the weights where they are; leave it out, or try it out with "
             "--device-memory SIZE, the memory of a device whose place the CPU then takes"
         )
+    if config.offload == "kv":
+        if (reason := kv_refusal(config, spec)) is not None:
+            raise UsageError(f"{option} is not supported: {reason}; leave the option out")
+        weights, total = weight_bytes(checked, spec), device_total(config, spec.device)
+        if weights > total:
+            raise UsageError(
+                f"{option}: the weights of the {spec.name} model take {format_size(weights)}, and the device has "
+                f"{format_size(total)} for them; take --offload auto, which keeps some of them on the host, too"
+            )
+        return replace(spec, stream=StreamPlan((), weights))
     reason = None
     if spec.bidirectional == "text":
         reason = f"a {spec.name} encoder is computed as a whole"

@@ -48,7 +48,7 @@ class EagerExecutor(Executor):
     def _forward(self, step: Step, batch: StepBatch, adapters: Tensor | None) -> Tensor:
         """[U, H] states after the final norm, of the tokens whose logits are needed; `adapters`: for the head."""
         context = self.context
-        attention, scores = context.attend(batch.attention), bool(context.prompts)
+        attention, scores = context.attend(batch.attention, step), bool(context.prompts)
         inputs = ModelInput(
             batch.feed(step.last),
             batch.positions,

@@ -20,7 +20,8 @@ from batchgen.engine.step.step_times import StepTimes
 from batchgen.errors import DeviceError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
-from batchgen.kernels.grouped import GroupedPool, grouped_attention
+from batchgen.kernels.grouped import GroupedPool, attention_of, grouped_attention
+from batchgen.kernels.kv_stream import StreamedAttention, StreamedPool
 from batchgen.kernels.pooled import AttentionCounts, in_turn
 from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.types import AttentionBatch, PagedAttention
@@ -119,19 +120,28 @@ class ExecutorContext:
         self.copy_pages(step.copies)
         step.copies.clear()
 
-    def attend(self, batches: Sequence[AttentionBatch]) -> PagedAttention:
+    def attend(self, batches: Sequence[AttentionBatch], step: Step) -> PagedAttention:
         """The attention of a step, given over the pages of each cache group."""
-        return grouped_attention(self.backend.attention, self.pool, batches)
+        pool, factory = self.pool, self.backend.attention
+        if not isinstance(pool, StreamedPool):
+            return grouped_attention(factory, pool, batches)
+        parts = [attention_of(factory, part, batch) for part, batch in zip(pool.parts, batches, strict=True)]
+        return StreamedAttention(parts, pool, step.plan.pages_used(pool.page_size))
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
         """Copy pages, one after the other: a copy may read or overwrite what an earlier one has written."""
         if not copies:
             return
         try:
-            for group, pool in enumerate(self.pool.parts):
-                table = np.array([(*c.pages[group], c.tokens) for c in copies], np.int64)
+            for group in range(len(self.pool.parts)):
+                table, pools = (
+                    np.array([(*c.pages[group], c.tokens) for c in copies], np.int64),
+                    self.pool.wholes(group),
+                )
                 for part in in_turn(table):
-                    self.backend.ops.copy_pages(pool, *self.device.upload(part))
+                    (uploaded,) = self.device.upload(part)
+                    for pool in pools:
+                        self.backend.ops.copy_pages(pool, uploaded)
         except RuntimeError as problem:
             if is_out_of_memory(problem):
                 raise DeviceError(f"out of memory while copying {len(copies)} KV pages; lower --kv-memory") from None

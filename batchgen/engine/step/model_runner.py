@@ -23,6 +23,8 @@ from batchgen.engine.step.step_batch import lay_out_step
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import DeviceError
 from batchgen.kernels.cpu.command_buffer import CommandBuffers
+from batchgen.kernels.kv_stream import StreamedPool
+from batchgen.kernels.stream import LayerStream
 from batchgen.kernels.types import Graphs
 from batchgen.plan.step_plan import PageCopy, StepPlan, split_decodes
 
@@ -71,8 +73,8 @@ class ModelRunner:
         self._context = context
         self._sampler = sampler
         self._executors = executors_for(context)
-        stream = context.model.stream
-        self._streamed_before = None if stream is None else stream.counts()
+        self._streams = [s for s in (context.model.stream, context.pool) if isinstance(s, LayerStream | StreamedPool)]
+        self._streamed_before = [each.counts() for each in self._streams]
         page_size = context.pool.page_size
         self._decode_tables = [DecodeTable(page_size) for _ in context.pool.parts]
         self.oom_splitter = OOMSplitter(page_size, max_tokens, context.device.release_cache, workload.spans)
@@ -205,8 +207,7 @@ class ModelRunner:
         }
         for executor in self._executors:
             counts |= executor.counts()
-        before, stream = self._streamed_before, context.model.stream
-        if before is not None and stream is not None:
+        for before, stream in zip(self._streamed_before, self._streams, strict=True):
             counts |= {name: count - before[name] for name, count in stream.counts().items()}
         return counts
 
@@ -218,10 +219,11 @@ class ModelRunner:
 def executors_for(context: ExecutorContext) -> list[Executor]:
     """The executors that the backend offers for the context's device, in order of preference.
 
-    Streamed weights come by calls between the blocks, which no graph has.
+    What is streamed comes by calls between the blocks, which no graph has.
     """
     executors: list[Executor] = []
-    for support in context.backend.executors if context.model.stream is None else ():
+    streamed = context.model.stream is not None or isinstance(context.pool, StreamedPool)
+    for support in () if streamed else context.backend.executors:
         match support:
             case Graphs():
                 if context.device.captures:

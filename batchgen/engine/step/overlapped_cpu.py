@@ -34,7 +34,7 @@ class OverlappedCpuExecutor(Executor):
         if self._recordable is False or threads < 2 or needs_more:
             return None
         batch = step.arrays.upload(context.device)
-        attention = context.attend(batch.attention)
+        attention = context.attend(batch.attention, step)
         feeds_samples = batch.source is not None and step.last is not None
         try:
             with record_commands(threads) as commands:

@@ -141,7 +141,8 @@ def load_transformers(
         ModelError: weights are missing, or the logits differ from the library's.
     """
     with silence_library(), torch.no_grad():
-        home, stream = spec.device if spec.stream is None else torch.device("cpu"), None
+        streams = spec.stream is not None and bool(spec.stream.blocks)
+        home, stream = torch.device("cpu") if streams else spec.device, None
         cls = text_class(config)
         whole = meta_model(config, cls) if spec.ranks.count > 1 else None
         cut = Cut(spec.ranks, whole)
@@ -155,7 +156,7 @@ def load_transformers(
             handle.remove()
         use_our_attention(model)
         store_latents(model)
-        if spec.stream is None:
+        if spec.stream is None or not streams:
             stack_projections(model, spec.numbers.products)
         else:  # views of a slot cannot be stacked
             stream, expected = _stream_blocks(model, spec.stream, spec.device), expected.to(spec.device)
