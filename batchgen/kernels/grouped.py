@@ -84,10 +84,6 @@ class GroupedPool:
         """Bytes of all pages."""
         return sum(part.nbytes for part in self.parts) + (0 if self.states is None else self.states.nbytes)
 
-    def wholes(self, group: int) -> list[KVPool]:
-        """Pools that hold each page of a group once, for work on pages that is launched next."""
-        return [self.parts[group]]
-
     def first(self, groups: Sequence[Sequence[int]], pages: Sequence[int]) -> GroupedPool | None:
         """A pool of the first pages of each group, in the same memory; None if it has less, or other groups."""
         wanted = list(zip(self.parts, pages, strict=False))

@@ -74,11 +74,11 @@ class StreamedPool(GroupedPool):
             home=KVPool(all_keys, all_values, page_size, frozenset(range(count * is_latent))),
         )
 
-    def wholes(self, group: int) -> list[KVPool]:
-        """See `GroupedPool.wholes`."""
+    def wholes(self) -> list[KVPool]:
+        """Pools that hold each page of the first group once, for work on pages that is launched next."""
         for arrival in self.copied_back:
             arrival.join()
-        return super(StreamedPool, self).wholes(group) if group else [p for p in (self.kept, self.home) if p.keys]
+        return [pool for pool in (self.kept, self.home) if pool.keys]
 
     def copy(self, layer: int, pages: Tensor, *, back: bool = False) -> list[Arrival]:
         """Copy `pages` [n] int64 of a streamed layer of the model to its slot, or back to the host."""

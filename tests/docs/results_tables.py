@@ -146,16 +146,17 @@ def _offload_table(lines: list[dict[str, Any]]) -> list[str]:
     """A model on devices of several sizes that its weights do not fit on."""
     first = lines[0]
     table = [
-        f"`python -m tests.e2e.offload`: {first['rows']:,} rows of {first['prompt_tokens']} and "
-        f"{first['output_tokens']} tokens, `{first['model']}` ({first['weight_bytes'] / 1e6:,.0f} MB) on "
+        f"`python -m tests.e2e.offload --offload {first['offload']}`: {first['rows']:,} rows of "
+        f"{first['prompt_tokens']} and {first['output_tokens']} tokens, `{first['model']}` "
+        f"({first['weight_bytes'] / 1e6:,.0f} MB) on "
         f"{first['device']}, {first['processors']} threads of an {first['cpu']}; copies of "
         f"{first['copy_bytes_per_second'] / 1e9:.1f} GB/s.",
         "",
-        "| device / weights | blocks streamed | rows at once | passes | copied | as planned | floor | seconds |",
+        "| share of the device | blocks streamed | rows at once | passes | copied | as planned | floor | seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for line in lines:
-        size = "whole model" if line["share"] is None else f"{line['share']:.0%}"
+        size = "all" if line["share"] is None else f"{line['share']:.0%}"
         exact = line["copied_bytes"] == line["planned_bytes"] and line["same_tokens"]
         table.append(
             f"| {size} | {line['streamed_blocks']} of {line['blocks']} | {line['rows_at_once']:,} | "

@@ -125,7 +125,7 @@ def test_pages_are_read_only_while_they_are_in_place(
 
 def test_the_host_does_not_wait_for_pages_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_with_words("llama", tmp_path, num_hidden_layers=5)
-    work = ROWS[:5]
+    work = SAMPLED[:5]
     whole = run_job(tmp_path, work)
     plan = plan_stream([60] * 5, 0, 180)
     monkeypatch.setattr("batchgen.engine.engine.streamed_cache", lambda *_: (60, plan))
@@ -191,7 +191,7 @@ def test_pages_are_as_many_as_the_device_and_the_host_hold() -> None:
 REFUSALS = [
     ({}, {"deterministic": True}, "computes a step in several passes"),
     ({"num_hidden_layers": 1}, {}, "no two layers of one size"),
-    ({}, {"device_memory": "100KiB"}, "take `offload=auto`"),
+    ({}, {"device_memory": "100KiB"}, "add `offload=auto`"),
     ({}, {"quantization": "int8"}, "leave the option out"),
 ]
 

@@ -190,3 +190,27 @@ def test_plans_that_cannot_be_split() -> None:
     assert split_plan(StepPlan(decodes=row, samples=draw), 4) is None
     kept = PrefillChunk(0, None, 7, 8, [1, 2], store=False)
     assert split_plan(StepPlan(prefills=[kept], samples=draw), 4) is None
+
+
+def test_pages_of_a_step_are_those_of_its_positions() -> None:
+    rng = Random(0)
+    for _ in range(200):
+        size, pool, held, new = rng.randint(1, 5), range(1, 30), set[int](), set[int]()
+
+        def table(length: int, size: int = size, pool: range = pool) -> list[int]:
+            return [rng.choice(pool) for _ in range(-(-length // size))]
+
+        chunks, rows = [], []
+        for _ in range(rng.randint(0, 3)):
+            start, length, store = rng.randint(0, 9), rng.randint(1, 9), rng.random() < 0.7
+            chunk = PrefillChunk(0, None, start, start + length, table(start + length), store=store)
+            chunks.append(chunk)
+            held |= {chunk.pages[at // size] for at in range(start if store else chunk.end)}
+            new |= {chunk.pages[at // size] for at in range(start, chunk.end) if store}
+        for sequence in range(rng.randint(0, 4)):
+            row = DecodeRow(sequence, rng.randint(0, 12), table(16))
+            rows.append(row)
+            held |= {row.pages[at // size] for at in range(row.position)}
+            new.add(row.pages[row.position // size])
+        plan = StepPlan(prefills=chunks, decodes=DecodeRows.of(rows))
+        assert [each.tolist() for each in plan.pages_used(size)] == [sorted(held), sorted(new)]

@@ -34,33 +34,24 @@ def with_stream(config: EngineConfig, checked: CheckedModel, spec: ModelSpec) ->
         UsageError: this model or this device cannot stream, not even two blocks fit the device, or without the option
             the model does not.
     """
-    on_cpu = spec.device.type == "cpu"
-    if config.offload == "none":
-        if config.device_memory is not None and on_cpu:
-            raise UsageError("`--device-memory` on a CPU is the size of the device for --offload; add --offload auto")
-        weights, total = weight_bytes(checked, spec), config.device_memory or math.inf
-        if not on_cpu and weights > (total := min(total, torch.cuda.mem_get_info(spec.device)[1])):
-            raise UsageError(
-                f"the weights of the {spec.name} model take {format_size(weights)}, and the device has "
-                f"{format_size(int(total))} for them; add `--offload auto` to keep some of them on the host"
-            )
-        return spec
-    option = f"`--offload {config.offload}`"
-    if on_cpu and config.device_memory is None:
+    on_cpu, option = spec.device.type == "cpu", f"`--offload {config.offload}`"
+    if on_cpu and config.offload == "none" and config.device_memory is not None:
+        raise UsageError("`--device-memory` on a CPU is the size of the device for --offload; add --offload auto")
+    if on_cpu and config.offload != "none" and config.device_memory is None:
         raise UsageError(
             f"{option}: a CPU computes with the weights where they are; leave it out, or try it out with "
             "--device-memory SIZE, the memory of a device whose place the CPU then takes"
         )
-    if config.offload == "kv":
-        if (reason := kv_refusal(config, spec)) is not None:
+    if config.offload in ("none", "kv"):
+        if config.offload == "kv" and (reason := kv_refusal(config, spec)) is not None:
             raise UsageError(f"{option} is not supported: {reason}; leave the option out")
-        weights, total = weight_bytes(checked, spec), device_total(config, spec.device)
-        if weights > total:
+        weights, total = weight_bytes(checked, spec), config.device_memory or math.inf
+        if weights > (total := total if on_cpu else min(total, torch.cuda.mem_get_info(spec.device)[1])):
             raise UsageError(
-                f"{option}: the weights of the {spec.name} model take {format_size(weights)}, and the device has "
-                f"{format_size(total)} for them; take --offload auto, which keeps some of them on the host, too"
+                f"the weights of the {spec.name} model take {format_size(weights)}, and the device has "
+                f"{format_size(int(total))} for them; add `--offload auto` to keep some of them on the host"
             )
-        return replace(spec, stream=StreamPlan((), weights))
+        return spec if config.offload == "none" else replace(spec, stream=StreamPlan((), weights))
     reason = None
     if spec.bidirectional == "text":
         reason = f"a {spec.name} encoder is computed as a whole"

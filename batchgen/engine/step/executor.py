@@ -133,13 +133,11 @@ class ExecutorContext:
         if not copies:
             return
         try:
-            for group in range(len(self.pool.parts)):
-                table, pools = (
-                    np.array([(*c.pages[group], c.tokens) for c in copies], np.int64),
-                    self.pool.wholes(group),
-                )
-                for part in in_turn(table):
-                    (uploaded,) = self.device.upload(part)
+            for group, part in enumerate(self.pool.parts):
+                table = np.array([(*c.pages[group], c.tokens) for c in copies], np.int64)
+                pools = [part] if group or not isinstance(self.pool, StreamedPool) else self.pool.wholes()
+                for some in in_turn(table):
+                    (uploaded,) = self.device.upload(some)
                     for pool in pools:
                         self.backend.ops.copy_pages(pool, uploaded)
         except RuntimeError as problem:
