@@ -280,7 +280,7 @@ def _spec(
     if spec.device.type == "cpu" and engine.attention != "torch":
         load_library(compiling)
     fixed_kernels(engine, spec)
-    if engine.kv_budget is not None:
+    if engine.kv_budget is not None and engine.offload not in ("auto", "kv"):
         allowed_pages(spec, engine.page_size, engine.kv_budget)
     return with_stream(engine, model, replace(spec, numbers=choose_numbers(engine, model, spec)))
 

@@ -45,6 +45,9 @@ def test_check_says_what_of_keys_and_values_fits_and_the_run_copies_no_more(tmp_
     report = json.loads(run(["check", *options, *streamed, "--json"], tmp_path).stdout)["offload"]
     assert report["streamed_blocks"] == 0 < report["kv_streamed_layers"] <= report["kv_layers"] == 8
     assert report["kv_device_bytes"] <= 1 << 20 < report["kv_pass_bytes"] + report["kv_device_bytes"]
+    (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    large = ["--page-size", "300", "-o", "one.parquet", "--report", "-"]  # the device does not hold two in all layers
+    assert run(["run", "one.jsonl", *options[1:], *streamed, *large], tmp_path).report["engine"]["offload_kv_bytes_in"]
     assert "are copied in a step" in run(["check", *options, *streamed], tmp_path).stdout
     engines: list[dict[str, Any]] = []
     for name, more in (("whole", []), ("streamed", streamed)):
