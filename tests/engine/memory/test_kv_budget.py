@@ -81,6 +81,12 @@ def test_a_gpu_runs_as_many_rows_as_its_memory_holds() -> None:
         assert step_limits(replace(config, max_num_seqs=3000), spec, job, memory) == (3000, max(3000, most[1]))
         assert step_limits(config, spec) == most
 
+    memory = DeviceMemory(4 << 30, 141 << 30, exclusive=True)
+    held, streams = step_limits(config, LARGE, job, memory)[0], EngineConfig(model="m", page_size=16, offload="kv")
+    rows = [step_limits(streams, LARGE, job, replace(memory, host=gib << 30))[0] for gib in (0, 1, 2, 4, 8, 40)]
+    assert rows == sorted(rows), "keys and values on the host make room for more"
+    assert 0.9 * held < rows[0] < rows[2] < rows[-1] == 1024
+
 
 PLENTY = DeviceMemory(1 << 42, 1 << 42)
 LIMITS = (256, 1024)
