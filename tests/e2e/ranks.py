@@ -1,9 +1,9 @@
 """A model split over processes: `python -m tests.e2e.ranks > configs/bench/results/ranks-MACHINE.jsonl`.
 
 Prints a JSON line for each number of processes: the seconds of a job, and what was predicted from those of one process.
-On a CPU the processes share the cores that one process has, so that the computations take as long, and the sums between
-the processes are added: two for each layer, and one for the embedding, of the states of all tokens, as long as measured
-between as many processes that do nothing else.
+On a CPU the processes share the threads that one process has, so that the computations take as long, and the sums
+between the processes are added: two for each layer, and one for the embedding, of the states of all tokens, as long as
+measured between as many processes that do nothing else.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def measure(model: str, counts: Sequence[int], repeats: int, rows: int, prompt: 
     ids = torch.randint(100, 1000, (rows, prompt), generator=generator).tolist()
     work = [{"input_ids": each, "max_new_tokens": tokens, "ignore_eos": True} for each in ids]
     folder, expected, one = resolve_bench_model(model), None, 0.0
-    engines = {count: Engine(folder, device="cpu", dtype="float32", tensor_parallel=count) for count in counts}
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_threads": max(counts)}
+    engines = {count: Engine(folder, tensor_parallel=count, **options) for count in counts}
     sums = {count: sum_seconds(count, rows, engines[1].model.spec.hidden_size) for count in counts}
     for repeat in range(repeats):
         for count, engine in engines.items():
