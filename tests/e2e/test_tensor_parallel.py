@@ -17,9 +17,11 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from batchgen import Engine
 from batchgen.engine.front_end import FrontEnd
+from batchgen.engine.memory.dummy_run import dummy_run, expected_bytes
 from batchgen.engine.parallel.peers import Peers
 from batchgen.errors import BatchgenError, DeviceError, ErrorCode, UsageError
 from batchgen.kernels.grouped import GroupedPool
@@ -31,7 +33,8 @@ from tests.e2e.same import RunResult, assert_equal
 from tests.models.loading import load_model
 from tests.models.test_library_parallel import in_turns
 
-SMALL = {"dtype": "float32", "page_size": 8, "max_num_seqs": 32, "max_tokens_per_step": 64}
+STEP = ("page_size", "max_num_seqs", "max_tokens_per_step")
+SMALL: dict[str, Any] = {"dtype": "float32", "page_size": 8, "max_num_seqs": 32, "max_tokens_per_step": 64}
 ROWS = [{"id": f"id {i}", "text": f"Hello {i % 7}", "max_new_tokens": 4 + i % 9, "temperature": 0.7} for i in range(40)]
 
 
@@ -267,6 +270,20 @@ def test_check_says_what_each_process_needs(count: int, path: str, model: Path, 
     assert whole["ranks"] == []
     text = run(["check", *words[1:]], tmp_path).stdout
     assert f"processes       {count}, each with" in text
+
+
+def test_steps_take_no_more_memory_than_planned(model: Path) -> None:
+    """Of rank 0, counted by PyTorch's allocator in a job whose cache the job before has made."""
+    engine = Engine(str(model), **SMALL, tensor_parallel=2)
+    rows = [{**row, "ignore_eos": True} for row in ROWS]
+    list(engine.generate(rows))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        list(engine.generate(rows))
+    events = [each for each in measured.profiler.kineto_results.events() if each.name() == "[memory]"]
+    sizes = np.array([each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())])
+    assert engine.last_run is not None
+    job = dummy_run(engine.last_run.workload, engine.model.spec, *(SMALL[n] for n in STEP))
+    assert 0 < sizes.cumsum().max() <= expected_bytes(engine.model.spec, job)
 
 
 def test_more_ranks_than_heads_are_refused(model: Path, tmp_path: Path) -> None:

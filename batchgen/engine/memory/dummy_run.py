@@ -220,8 +220,12 @@ def estimated_bytes(spec: ModelSpec, job: DummyRun) -> int:
 
 
 def expected_bytes(spec: ModelSpec, job: DummyRun) -> int:
-    """As `estimated_bytes`, with the compiled kernels: they sort no logits and gather no scores, keys or values."""
-    row = 4 + (spec.dtype.itemsize if spec.dtype != torch.float32 else 0)
+    """As `estimated_bytes`, with the compiled kernels: they sort no logits and gather no scores, keys or values.
+
+    Ranks draw with PyTorch's operations.
+    """
+    draws = spec.ranks.count > 1 and not job.workload.table.params[-1].greedy
+    row = 4 + (spec.dtype.itemsize if spec.dtype != torch.float32 else 0) + 64 * draws
     return _activation_bytes(spec, job) + job.rows * spec.vocab_size // spec.ranks.count * row
 
 
