@@ -475,7 +475,8 @@ def _lines(report: CheckReport) -> list[tuple[str, Text]]:
             copied = f"those of {offload['kv_streamed_layers']} of {offload['kv_layers']} layers are copied in a step"
             add("", f"keys and values take {format_size(offload['kv_device_bytes'])} of it; {copied}, up to {most}")
     if peak is not None:
-        add("memory", f"about {format_size(peak)} at the peak, program included")
+        whose = ", of the first process" if report.ranks else ""
+        add("memory", f"about {format_size(peak)} at the peak, program included{whose}")
     add(
         "steps",
         f"{report.estimated_steps:,} if every row runs to its limit, slots "

@@ -143,6 +143,12 @@ def test_the_table_for_a_reader(tmp_path: Path) -> None:
         ('measured = "no.json"\n', (), "cannot read no.json"),
         ('measured = "other.json"\n', (), "has nothing as `measured`"),
         ('device = "cpu"\n', ("--device", "cuda"), "the machine file says cpu"),
+        ('device = "cpu"\n', ("--tensor-parallel", "2"), "does not know the time of sums between devices"),
+        (
+            'device = "cpu"\n',
+            ("--offload", "auto", "--device-memory", "6MiB"),
+            "`--offload`: batchgen plan does not know the time of copies",
+        ),
         ('device = "cpu"\n', ("--devices", "1,x"), "`--devices` must be numbers from 1 to 1,000"),
         ('device = "cpu"\n', ("--devices", "1001"), "`--devices` must be numbers from 1 to 1,000"),
     ],

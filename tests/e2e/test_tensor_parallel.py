@@ -270,6 +270,7 @@ def test_check_says_what_each_process_needs(count: int, path: str, model: Path, 
     assert whole["ranks"] == []
     text = run(["check", *words[1:]], tmp_path).stdout
     assert f"processes       {count}, each with" in text
+    assert "at the peak, program included, of the first process" in text
 
 
 def test_steps_take_no_more_memory_than_planned(model: Path) -> None:

@@ -225,6 +225,11 @@ def _scheduler_config(setup: Setup, workload: JobWorkload, machine: Machine) -> 
     engine, spec = setup.config.engine, setup.spec
     if spec.stream is not None:
         raise UsageError("`--offload`: batchgen plan does not know the time of copies; batchgen check measures it")
+    if spec.ranks.count > 1:
+        raise UsageError(
+            "`--tensor-parallel`: batchgen plan does not know the time of sums between devices; leave it out, and "
+            "describe them all as one device with --machine FILE"
+        )
     total = machine.memory if machine.memory is not None else device_memory(spec.device).total
     if total < setup.weight_bytes:
         raise UsageError(

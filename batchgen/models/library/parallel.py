@@ -19,6 +19,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels.lora import LoraPair
 from batchgen.kernels.moe import ExpertPairs
 from batchgen.kernels.ranks import Ranks
+from batchgen.kernels.vocab_parallel import WORD
 from batchgen.models.checkpoint.folder import ModelFolder
 from batchgen.models.checkpoint.stored_tensors import Conversion, library_names
 from batchgen.models.library.layers.experts import experts_of, is_experts
@@ -120,7 +121,7 @@ class Cut:
         for name, module in model.named_modules():
             if module in (model.get_input_embeddings(), model.get_output_embeddings()):
                 self._table = name if module is model.get_input_embeddings() else self._table
-                self._split(name, module, 0, ranks.part(module.weight.shape[0], 32))
+                self._split(name, module, 0, ranks.part(module.weight.shape[0], WORD))
 
     def _split(self, name: str, module: Any, axis: int, *ranges: slice, repeats: tuple[slice, ...] = ()) -> None:
         """Split the weight of a module, and the bias by the same outputs; split by inputs, the first rank adds it."""
