@@ -251,9 +251,9 @@ class EngineConfig:
     )
     offload: Literal["none", "auto", "weights", "kv"] = ENGINE.option(
         "none",
-        "Run what is larger than the device's memory: weights keeps blocks of the model that do not fit in the host's "
-        "memory, and copies them to the device in every step, kv does so with keys and values of rows, and auto with "
-        "what pays of both. Example: --offload auto",
+        "Run what is larger than the device's memory: with weights the host's memory holds the blocks of the model "
+        "that do not fit, which are copied to the device in every step; kv does so with keys and values of rows, and "
+        "auto with what pays of both. Example: --offload auto",
     )
     device_memory: int | None = ENGINE.option(
         None,
